@@ -323,8 +323,7 @@ def main() -> int:
             cases.run("training", f"{name} bf16, packed, masks", partial(measure_dense, device, shape, "bf16"))
             cases.run("attention", name, partial(attention_kernels, device, shape))
             cases.run("host waits", name, partial(host_waits, device, {**shape, "layers": 2}))
-    if cuda:
-        step_cases(cases, device, shapes)
+    step_cases(cases, device, shapes)
     cases.run("saving", "0.2B", partial(save_stall, device, SMALL if options.small else {**LLAMA_1B, "layers": 3}))
     for compiled in (False, True):
         title = f"resume bit for bit{', compiled' * compiled}"

@@ -22,6 +22,7 @@ def wide_gradients(device: str, shape: dict[str, int]) -> dict[str, float]:
     """The gradient of an MLP's weight over two micro-batches of bf16, added in float32: its relative error against
     float64, and seconds, by products that add to the sum themselves and by products that are rounded and then added."""
     rows, width, hidden = shape["batch"] * shape["sequence"], shape["intermediate"], shape["hidden"]
+    cuda = device.startswith("cuda")
     make = torch.Generator(device).manual_seed(0)
     pairs = [
         tuple(torch.randn(rows, size, device=device, generator=make).bfloat16() for size in (width, hidden))
@@ -32,7 +33,10 @@ def wide_gradients(device: str, shape: dict[str, int]) -> dict[str, float]:
     def inside() -> None:
         """Two micro-batches by products that accumulate."""
         for beta, (dy, x) in enumerate(pairs):
-            torch.addmm(sums["inside"], dy.T, x, beta=beta, out=sums["inside"], out_dtype=torch.float32)
+            if cuda:
+                torch.addmm(sums["inside"], dy.T, x, beta=beta, out=sums["inside"], out_dtype=torch.float32)
+            else:  # a CPU has no such product: the script itself is tried
+                torch.addmm(sums["inside"], dy.T.float(), x.float(), beta=beta, out=sums["inside"])
 
     def after() -> None:
         """The same, each product in bf16 first."""
@@ -40,7 +44,7 @@ def wide_gradients(device: str, shape: dict[str, int]) -> dict[str, float]:
             product = dy.T @ x
             sums["after"].add_(product) if number else sums["after"].copy_(product)
 
-    found = {f"{name}_seconds": step_seconds(run, 3, 10, True) for name, run in (("inside", inside), ("after", after))}
+    found = {f"{name}_seconds": step_seconds(run, 3, 10, cuda) for name, run in (("inside", inside), ("after", after))}
     exact = torch.stack([dy.double().T[:256] @ x.double() for dy, x in pairs]).sum(dim=0)
     for name, total in sums.items():
         found[f"{name}_error"] = float((total[:256].double() - exact).norm() / exact.norm())
@@ -50,6 +54,7 @@ def wide_gradients(device: str, shape: dict[str, int]) -> dict[str, float]:
 def prefetch_seconds(device: str, shape: dict[str, int]) -> dict[str, float]:
     """Median seconds of a step, with the next batch loaded during the step and without."""
     found: dict[str, float] = {}
+    cuda = device.startswith("cuda")
     for name in ("prefetched", "loaded"):
         trainer: Any = synthetic_trainer(
             shape, "bf16", compile_blocks=False, mesh=Mesh.single(Layout.parse("bf16"), device)
@@ -57,9 +62,9 @@ def prefetch_seconds(device: str, shape: dict[str, int]) -> dict[str, float]:
         skip = mock.patch.object(LanguageModelTask, "prefetch_step", lambda task, step: None)
         if name == "loaded":
             with skip:
-                found[name] = step_seconds(trainer.step, 3, 12, True)
+                found[name] = step_seconds(trainer.step, 3, 12, cuda)
         else:
-            found[name] = step_seconds(trainer.step, 3, 12, True)
+            found[name] = step_seconds(trainer.step, 3, 12, cuda)
         found[f"{name}_data_seconds"] = trainer.clock.seconds()["data"]
         del trainer
     return found
@@ -83,8 +88,8 @@ def norm_error(device: str, shape: dict[str, int]) -> dict[str, float]:
     together, exact = engine.squared_norm_share(), one_by_one()
     return {
         "error": abs(float(together / exact) - 1),
-        "seconds": step_seconds(engine.squared_norm_share, 2, 10, True),
-        "one_by_one_seconds": step_seconds(one_by_one, 2, 10, True),
+        "seconds": step_seconds(engine.squared_norm_share, 2, 10, device.startswith("cuda")),
+        "one_by_one_seconds": step_seconds(one_by_one, 2, 10, device.startswith("cuda")),
     }
 
 
@@ -119,11 +124,16 @@ def snapshot_is_pinned(device: str, shape: dict[str, int]) -> dict[str, float]:
 
 
 def step_cases(cases: Any, device: str, shapes: dict[str, dict[str, int]]) -> None:
-    """Run all of these on a GPU. shapes: by name."""
-    cases.run("checks", "all memory is in expandable segments", segments_expand, bool)
+    """Run all of these; on a CPU to try the script. shapes: by name.
+
+    The bound between the errors of both products is wide: a tensor core cuts off low bits of the sum at each of its
+    additions, so that the error of a float32 sum grows with the number of tokens; rounding to bf16 alone makes 1e-3."""
+    cuda = device.startswith("cuda")
+    if cuda:
+        cases.run("checks", "all memory is in expandable segments", segments_expand, bool)
     for name, shape in shapes.items():
         wide = partial(wide_gradients, device, shape)
-        cases.run("weight gradients", name, wide, lambda found: found["inside_error"] < 1e-5 < found["after_error"])
+        cases.run("weight gradients", name, wide, lambda found: found["inside_error"] < 1e-4 < found["after_error"])
         less = {**shape, "layers": 2}
         norm = partial(norm_error, device, less)
         cases.run("gradient norm", f"{name}, 2 layers", norm, lambda found: found["error"] < 1e-6)
@@ -132,5 +142,5 @@ def step_cases(cases: Any, device: str, shapes: dict[str, dict[str, int]]) -> No
     pinned = partial(snapshot_is_pinned, device, {**shape, "layers": 1})
     cases.run(
         "snapshot", f"{first}, 1 layer", pinned,
-        lambda found: found["pinned"] and found["equal"] and found["bytes"] == found["state_bytes"],
+        lambda found: found["pinned"] == cuda and found["equal"] and found["bytes"] == found["state_bytes"],
     )  # fmt: skip

@@ -22,6 +22,7 @@ from meshwright.emulation.ranks import EmulatedRanks
 from meshwright.flight_recorder.call_log import RankCalls
 from meshwright.flight_recorder.call_ring import get_process_writer
 from meshwright.layout import Layout
+from meshwright.model.experts import Mixture
 from meshwright.model.weight_gradients import WAITING
 from meshwright.parallel import context, pipeline, zero
 from meshwright.parallel import step as parallel_step
@@ -32,9 +33,9 @@ from meshwright.training import trainer
 from meshwright.verification.cases import CaseBuilder
 from meshwright.verification.grid import GRID
 from meshwright.verification.problem import Problem
-from meshwright.verification.ranks import RankResult, run_rank
+from meshwright.verification.ranks import RankResult, _VerificationRun, run_rank
 from tests.conftest import exhaustive
-from tests.emulation.streams import StreamFault, StreamRanks
+from tests.emulation.streams import ComputeStream, StreamFault, StreamRanks
 from tests.flight_recorder.circular_wait import find_circular_wait
 
 LAYOUTS = (  # every axis, ZeRO stage and kind of activation checkpointing, and each kind of schedule
@@ -320,3 +321,150 @@ def test_weight_gradient_that_waits_for_a_call_is_added_at_the_end_of_its_pass()
         mock.patch.object(parallel_step, "find_overlapped_weights", lambda model, mesh: set(model.parameters())),
     ):
         assert find_difference(plain, train(ranks, Layout.parse(text))) is None
+
+
+# --- the outcome of a step
+
+
+def launch_steps(problem: Problem, text: str, unfinished: int) -> list[tuple[float, float, bool]]:
+    """Launch steps of which `unfinished` are not finished when the next is launched. Return for each its loss, its
+    gradient norm, and True if the device still computes later work when the host knows these."""
+    layout = Layout.parse(text)
+    mesh = Mesh.create(layout)
+    this = _VerificationRun(problem, layout, mesh, None)._make_trainer()
+    this.updates_early = True
+    found = []
+
+    def finish() -> None:
+        outcome, stream = this.finish_step(), backend.current_stream(mesh.device)
+        ahead = isinstance(stream, ComputeStream) and stream.host < stream.device
+        found.append((outcome.loss, outcome.gradient_norm, ahead))
+
+    with mock.patch.object(this.task, "prefetch_step"):
+        for step in range(problem.steps):
+            this.launch_step()
+            if step >= unfinished:
+                finish()
+        for _ in range(unfinished):
+            finish()
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize("text", ["dp2 zero1", "tp2", *exhaustive("dp2 zero3", "pp2 mb4")])
+def test_outcome_of_a_step_is_read_while_the_device_computes_the_next(text: str):
+    layout = Layout.parse(text)
+    problem = replace(make_problem(layout), steps=4)
+    with EmulatedRanks(layout.world_size) as ranks:
+        plain = ranks.run(launch_steps, problem, text, 0)
+    for unfinished, seed in ((0, 1), (1, 2), (1, 3)):
+        with StreamRanks(layout.world_size, seed=seed) as ranks:
+            found = ranks.run(launch_steps, problem, text, unfinished)
+        for here, there in zip(found, plain, strict=True):
+            assert [each[:2] for each in here] == [each[:2] for each in there]
+            assert [ahead for *_, ahead in here[:-1]] == [unfinished == 1] * 3
+
+
+def test_outcome_that_is_read_before_its_copy_has_arrived_is_detected():
+    problem = replace(make_problem(Layout.parse("dp2 zero1")), steps=2)
+    with StreamRanks(2) as ranks, edited(trainer.Trainer, "_copy_outcome", "event.synchronize()", "pass"):
+        found = ranks.run(launch_steps, problem, "dp2 zero1", 1)
+    assert all(loss != loss for loss, *_ in found[0])
+
+
+# --- gathered parameters
+
+
+def find_most_gathered(text: str) -> dict[str, list[tuple[int, int]]]:
+    """Train on a layout with ZeRO-3 on simulated streams. Return for each kind of FSDP unit ("layers", "embedding",
+    "head") on each rank: how many units of this kind had memory for gathered parameters at once at most, and in how
+    many different sizes."""
+    units: dict[int, list[zero.FsdpUnit]] = {}
+    most: dict[tuple[int, str], int] = {}
+    start, reshard = zero.FsdpUnit.start_all_gather, zero.FsdpUnit.reshard
+
+    def count(unit: zero.FsdpUnit) -> None:
+        of_rank = units.setdefault(id(unit.axes.shard.communicator), [])
+        if unit not in of_rank:
+            of_rank.append(unit)
+        held = [each for each in of_rank if each.parameters.untyped_storage().nbytes()]
+        for kind in {each.flat.name.split(".")[0] for each in held}:
+            here = sum(each.flat.name.split(".")[0] == kind for each in held)
+            key = id(unit.axes.shard.communicator), kind
+            most[key] = max(most.get(key, 0), here)
+
+    def start_counted(unit: zero.FsdpUnit) -> None:
+        start(unit)
+        count(unit)
+
+    def reshard_counted(unit: zero.FsdpUnit) -> None:
+        reshard(unit)
+        count(unit)
+
+    layout = Layout.parse(text)
+    problem = make_problem(layout)
+    problem = replace(problem, config=replace(problem.config, layers=8))
+    with (
+        StreamRanks(layout.world_size, seed=5) as ranks,
+        mock.patch.object(zero.FsdpUnit, "start_all_gather", start_counted),
+        mock.patch.object(zero.FsdpUnit, "reshard", reshard_counted),
+    ):
+        ranks.run(run_rank, problem, text)
+    found: dict[str, list[tuple[int, int]]] = {}
+    for (rank, kind), counted in most.items():
+        sizes = {each._bytes for each in units[rank] if each.flat.name.split(".")[0] == kind}
+        found.setdefault(kind, []).append((counted, len(sizes)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("dp2 zero3", "dp2 zero3 mb2 ac:full", "dp2 zero3 pp2:zb-v mb4"),
+        *exhaustive("dp2 zero3 tp2 ac:selective", "dp4 zero3 hs2 mb2", "dp2 zero3 pp2 mb4"),
+    ],
+)
+def test_zero_3_holds_at_most_two_gathered_layers_of_one_size(text: str):
+    found = find_most_gathered(text)
+    assert len(found["layers"]) == Layout.parse(text).world_size
+    assert set(found["layers"]) == {(2, 1)}, found
+    for kind in ("embedding", "head"):
+        assert all(counted == 1 for counted, _ in found.get(kind, []))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "old"),
+    [
+        (zero.ParameterPrefetcher, "leave", "unit.reshard()"),
+        (zero.ParameterPrefetcher, "_leave_backward", "unit.reshard()"),
+    ],
+)
+def test_layer_that_stays_gathered_is_counted(owner: Any, name: str, old: str):
+    with edited(owner, name, old, "pass"):
+        assert max(counted for counted, _ in find_most_gathered("dp2 zero3")["layers"]) > 2
+
+
+# --- dispatch of tokens and the shared expert
+
+
+@pytest.mark.parametrize("text", ["dp2 ep2", *exhaustive("dp2 tp2 ep2", "dp2 ep2 mb2 ac:full")])
+def test_shared_expert_is_computed_while_dispatched_tokens_are_in_flight(text: str):
+    """In forward and in backward."""
+    layout, plain = Layout.parse(text), train_plain(text)
+    in_flight: dict[str, list[bool]] = {"forward": [], "backward": []}
+    forward_shared = Mixture._forward_shared
+
+    def watch(mixture: Mixture, x_BSH: torch.Tensor) -> torch.Tensor:
+        launched = mixture.experts.dispatcher.ep.communicator.launched_rows
+        in_flight["forward"].append(bool(launched))
+        y_BSH = forward_shared(mixture, x_BSH)
+        if y_BSH.requires_grad:
+            y_BSH.register_hook(lambda _: in_flight["backward"].append(bool(launched)))
+        in_flight["forward"].append(bool(launched))
+        return y_BSH
+
+    with StreamRanks(layout.world_size, seed=7) as ranks, mock.patch.object(Mixture, "_forward_shared", watch):
+        assert find_difference(plain, train(ranks, layout)) is None
+        assert find_circular_wait(read_calls(ranks)) is None
+    for found in in_flight.values():
+        assert len(found) >= layout.world_size * make_problem(layout).steps and all(found)

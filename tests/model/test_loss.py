@@ -183,3 +183,24 @@ def test_head_gradient_on_a_gpu_is_summed_in_float32_by_the_products(monkeypatch
         sums.add(each)
     assert betas == [0, 1, 1, 1] and sums.weight_VH is not None and sums.weight_VH.dtype == torch.float32
     torch.testing.assert_close(sums.weight_VH.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_gradients_of_head_are_freed_before_backward_of_layers(
+    keep: bool, chunk: None, monkeypatch: pytest.MonkeyPatch
+):
+    made: list[StorageWeakRef] = []
+    collect = losses._Gradients.collect
+
+    def watch(sums: losses._Gradients) -> tuple[torch.Tensor | None, ...]:
+        found = collect(sums)
+        made.extend(StorageWeakRef(each.untyped_storage()) for each in found if each is not None)
+        return found
+
+    monkeypatch.setattr(losses._Gradients, "collect", watch)
+    hidden, weight, targets = problem()
+    layer = hidden * 2
+    freed: list[bool] = []
+    layer.register_hook(lambda _: freed.extend(each.expired() for each in made))
+    linear_cross_entropy(layer, targets, OutputHead(weight, TENSOR), keep=keep).backward()
+    assert freed == [True, True]

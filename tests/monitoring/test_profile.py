@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from meshwright.comm.timed_calls import TimedCall
 from meshwright.errors import UserError
 from meshwright.launcher.recipe_checks import check_recipe
 from meshwright.layout import Layout
@@ -23,6 +22,7 @@ from meshwright.monitoring.profile_trace import (
     compute_clock_offset,
     merge_rank_traces,
 )
+from meshwright.monitoring.timed_calls import TimedCall
 from meshwright.program.durations import Durations
 from meshwright.program.simulate_pipeline import simulate_pipeline
 from meshwright.program.timeline import build_pipeline_timeline

@@ -7,11 +7,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright.comm.mesh import Mesh
 from meshwright.data import prepare
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.model import loss
 from meshwright.model.documents import Documents, MicroBatch
 from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.flat_buffers import TensorSlice
@@ -171,10 +173,17 @@ def outputs_kept(problem: Problem, layout_text: str) -> list[bool]:
 
 def head_gradients_kept(problem: Problem, layout_text: str) -> list[int]:
     """Number of head weight gradients in memory at the start of each backward of the last stage."""
-    import gc
-
     rank = Rank(problem, layout_text)
     found: list[int] = []
+    made: list[StorageWeakRef] = []
+    collect = loss._Gradients.collect
+
+    def watch_gradients(sums: loss._Gradients) -> tuple[torch.Tensor | None, ...]:
+        gradients = collect(sums)
+        if gradients[1] is not None:
+            made.append(StorageWeakRef(gradients[1].untyped_storage()))
+        return gradients
+
     pipeline = rank.passes._pipeline
     run = pipeline.run
 
@@ -183,16 +192,15 @@ def head_gradients_kept(problem: Problem, layout_text: str) -> list[int]:
 
         def noted(kind: Kind, key: Any, x: Any) -> Any:
             if kind == Kind.BACKWARD and rank.partition.stages[key[0]].last:
-                shape = rank.model.head_weight.shape
-                tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.shape == shape]
-                found.append(sum(each.untyped_storage().nbytes() == each.nbytes for each in tensors))
+                found.append(sum(not each.expired() for each in made))
             return step(kind, key, x)
 
         compute.run = noted
         run(compute)
 
     pipeline.run = watched  # type: ignore[method-assign]
-    rank.passes.train(rank.micro_batches, rank.targets)
+    with mock.patch.object(loss._Gradients, "collect", watch_gradients):
+        rank.passes.train(rank.micro_batches, rank.targets)
     rank.mesh.close()
     return found
 

@@ -299,14 +299,14 @@ def assembled(outcomes: list[dict[str, Any]], like: dict[str, torch.Tensor]) -> 
 
 def run_until_killed(running: ModuleRun, steps: int) -> dict[str, Any]:
     """Run to the end, or with `steps` above 0 fail after this number of steps as if killed: the result is then {}."""
-    step = running.trainer.step
+    step = running.trainer.launch_step
 
     def fail_after(**options: Any) -> Any:
         if running.trainer.steps_done == steps:
             raise RuntimeError("killed")
         return step(**options)
 
-    with mock.patch.object(running.trainer, "step", fail_after if steps else step):
+    with mock.patch.object(running.trainer, "launch_step", fail_after if steps else step):
         try:
             return running.run()
         except RuntimeError as error:

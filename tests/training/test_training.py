@@ -461,6 +461,39 @@ def test_updates_before_the_outcome_is_known_give_the_same_weights(two, home):
         torch.testing.assert_close(found[1][name], values, rtol=1e-4, atol=1e-6)
 
 
+def test_steps_launched_ahead_are_logged_and_saved_as_steps_finished_at_once(two, home):
+    """On GPUs a step is launched before the outcome of the one before is read, if that has no validation or checkpoint
+    to follow."""
+    found = []
+    for fault in ("update_early_and_finish_at_once", "update_early"):
+        place = home / fault
+        outcomes = cases.run(
+            two, place, "dp2 zero1 fp32", fault=fault, train_steps=7, checkpoint_every=3, train_validate_every=4,
+        )  # fmt: skip
+        saved = sorted((place / "run/checkpoints").glob("step-*"))
+        states = [json.loads((path / "training/state.json").read_text()) | {"recipe": None} for path in saved]
+        found.append((cases.trace(place), states, cases.whole_state(outcomes)))
+    (lines, states, weights), (lines_ahead, states_ahead, weights_ahead) = found
+    assert lines == lines_ahead and [line[0] for line in lines] == [*range(1, 8)]
+    assert states == states_ahead and [state["step"] for state in states] == [6, 7]
+    assert all(torch.equal(weights[name], weights_ahead[name]) for name in weights)
+
+
+def test_stop_is_obeyed_after_the_step_that_was_launched_ahead(two, home):
+    place = home / "stop ahead"
+    outcomes = cases.run(two, place, "dp2 zero1 fp32", fault="stop_in_step_4_early_updates", checkpoint_every=0)
+    assert all("Terminated: stopped by SIGTERM after saving step 5" in outcome["error"] for outcome in outcomes)
+    assert [line["step"] for line in steps(place)] == [1, 2, 3, 4, 5]
+    assert find_newest(place / "run/checkpoints").state()["step"] == 5
+
+
+def test_skipped_step_that_ends_the_run_is_named_although_the_next_is_launched(two, home):
+    place = home / "skip ahead"
+    outcomes = cases.run(two, place, "dp2 zero1 fp32", fault="skip_and_watch_early_updates", train_maximum_skipped=0)
+    assert all("CheckFailed: a step, the last of them step 2, had a loss" in outcome["error"] for outcome in outcomes)
+    assert [line["step"] for line in steps(place)] == [1, 2]
+
+
 @pytest.mark.parametrize("layout", ["dp2 fp32", "dp2 zero3 fp32"])
 def test_too_many_skipped_steps_end_run_with_checkpoints_intact(two, home, layout):
     place = home / f"bad memory {layout}"

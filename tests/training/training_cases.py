@@ -208,7 +208,7 @@ def nan_gradient_in_step_2(run: loop.Run) -> None:
 
 def nan_parameter_from_step_3(run: loop.Run) -> None:
     """One parameter of rank 1 becomes NaN before step 3 and stays so."""
-    step = run.trainer.step
+    step = run.trainer.launch_step
 
     def spoilt(**options: Any) -> Any:
         if run.trainer.steps_done == 2 and on_rank(run, 1):
@@ -216,7 +216,7 @@ def nan_parameter_from_step_3(run: loop.Run) -> None:
             run.trainer.parallel.all_gather_parameters()
         return step(**options)
 
-    run.trainer.step = spoilt  # type: ignore[method-assign]
+    run.trainer.launch_step = spoilt  # type: ignore[method-assign]
 
 
 def rank_1_sleeps(run: loop.Run) -> None:
@@ -236,7 +236,7 @@ def rank_1_sleeps(run: loop.Run) -> None:
 
 def keep_states(run: loop.Run) -> None:
     """Log whether each step changed this rank's master weights."""
-    step = run.trainer.step
+    step = run.trainer.launch_step
 
     def watched(**options: Any) -> Any:
         before = [shard.master.clone() for shard in run.trainer.parallel.shards]
@@ -246,7 +246,7 @@ def keep_states(run: loop.Run) -> None:
         run.journal.log(f"moved {run.trainer.steps_done}: {moved}")
         return verdict
 
-    run.trainer.step = watched  # type: ignore[method-assign]
+    run.trainer.launch_step = watched  # type: ignore[method-assign]
 
 
 def skip_and_watch(run: loop.Run) -> None:
@@ -264,21 +264,33 @@ def skip_and_watch_early_updates(run: loop.Run) -> None:
     skip_and_watch(run)
 
 
+def update_early_and_finish_at_once(run: loop.Run) -> None:
+    """As `update_early`, but no step is launched before the one before it is finished."""
+    update_early(run)
+    mock.patch.object(run.trainer.task, "buffer_bytes", lambda: {"buffers": 0}).start()
+    assert not run.trainer.can_launch_ahead
+
+
+def stop_in_step_4_early_updates(run: loop.Run) -> None:
+    update_early(run)
+    stop_in_step_4(run)
+
+
 def stop_in_step_4(run: loop.Run) -> None:
     """Rank 1 alone receives a stop request while the others train on."""
-    step = run.trainer.step
+    step = run.trainer.launch_step
 
     def asked(**options: Any) -> Any:
         if run.trainer.steps_done == 3 and on_rank(run, run.mesh.world_size - 1):
             options["stop"] = True
         return step(**options)
 
-    run.trainer.step = asked  # type: ignore[method-assign]
+    run.trainer.launch_step = asked  # type: ignore[method-assign]
 
 
 def disk_fills_and_empties(run: loop.Run) -> None:
     """Another file fills the disk before step 3, is deleted before step 5, and fills it again before step 7."""
-    step = run.trainer.step
+    step = run.trainer.launch_step
     ballast = run.journal.directory.path / "ballast"
 
     def disturbed(**options: Any) -> Any:
@@ -290,7 +302,7 @@ def disk_fills_and_empties(run: loop.Run) -> None:
             ballast.unlink()
         return step(**options)
 
-    run.trainer.step = disturbed  # type: ignore[method-assign]
+    run.trainer.launch_step = disturbed  # type: ignore[method-assign]
 
 
 def fill(path: Path) -> None:
@@ -407,18 +419,18 @@ def infinity_on_rank_1_in_step_3(run: loop.Run) -> None:
     """One gradient of rank 1 alone overflows in step 3. Each rank logs the loss scale and its master weights after
     every step."""
     keep_states(run)
-    step = run.trainer.step
+    finish = run.trainer.finish_step
 
     def spoil(parallel: ZeroEngine, number: int) -> None:
         if number == 3 and on_rank(run, 1):
             parallel.shards[0].gradient[1] = torch.inf
 
-    def watched(**options: Any) -> Any:
-        verdict = step(**options)
+    def watched() -> Any:
+        verdict = finish()
         sums = [float(shard.master.double().sum()) for shard in run.trainer.parallel.shards]
         run.journal.log(f"scale {run.trainer.loss_scale.value:g}")
         run.journal.log(f"masters {sums}")
         return verdict
 
     _at_finish(run, spoil)
-    run.trainer.step = watched  # type: ignore[method-assign]
+    run.trainer.finish_step = watched  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ from torch import nn
 from meshwright.adapters.dora import SumOverRanks, compute_row_norms, fill_factors
 from meshwright.adapters.dropout import Dropout, TokenKeys, copy_keys
 from meshwright.adapters.low_rank import Rows
-from meshwright.model.axis_operations import TensorOperations, TokenDispatcher
+from meshwright.model.axis_operations import Meanwhile, TensorOperations, TokenDispatcher, do_nothing
 from meshwright.model.experts import Experts, sort_copies
 from meshwright.model.grouped_product import sum_bias_gradients
 from meshwright.model.layers import Linear
@@ -224,16 +224,19 @@ class AdaptedExperts(Experts):
     tensor: TensorOperations | None
     keys_N: torch.Tensor | None = None
 
-    def forward(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, chosen_TK: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x_TH: torch.Tensor, weights_TK: torch.Tensor, chosen_TK: torch.Tensor,
+        meanwhile: Meanwhile = do_nothing,
+    ) -> torch.Tensor:  # fmt: skip
         """Return the weighted sum of the outputs of each token's experts, [T, H] for T tokens of hidden size H.
 
         x_TH: hidden states. weights_TK: weights of the K chosen experts of each token. chosen_TK: indices of these
-        experts."""
+        experts. meanwhile: called while a dispatcher's tokens are in flight."""
         holder: AdaptedExperts | _KeyDispatcher = (
             self.dispatcher if isinstance(self.dispatcher, _KeyDispatcher) else self
         )
         holder.keys_N = self._make_copy_keys(chosen_TK)
-        y_TH = super().forward(x_TH, weights_TK, chosen_TK)
+        y_TH = super().forward(x_TH, weights_TK, chosen_TK, meanwhile)
         holder.keys_N = None  # backward has its own reference
         return y_TH
 
@@ -272,11 +275,14 @@ class _KeyDispatcher:
         self.expert_ranks, self.width_ranks = dispatcher.expert_ranks, dispatcher.width_ranks
         self.width_rank = dispatcher.width_rank
 
-    def dispatch(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    def dispatch(
+        self, x_NH: torch.Tensor, ends_E: torch.Tensor, meanwhile: Meanwhile
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Dispatch N token copies `x_NH`, sorted by expert, and their random-number keys to the ranks of the experts.
-        ends_E: exclusive end index of each expert's copies. Returns the result of `TokenDispatcher.dispatch`: (received
+        ends_E: exclusive end index of each expert's copies. meanwhile: called while the
+        copies are in flight. Returns the result of `TokenDispatcher.dispatch`: (received
         copies, exclusive end index of each of this rank's experts, state for the combine)."""
-        found = self._dispatcher.dispatch(x_NH, ends_E)
+        found = self._dispatcher.dispatch(x_NH, ends_E, meanwhile)
         if self.keys_N is not None:
             self.keys_N = self.dispatch_keys(self.keys_N, found[2])
         return found

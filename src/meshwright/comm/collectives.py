@@ -94,12 +94,14 @@ def broadcast(tensor: torch.Tensor, axis: Axis, site: str, source: int = 0) -> H
 
 
 def all_to_all(
-    output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, sizes: RowCounts | None = None
-) -> Handle:
+    output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, sizes: RowCounts | None = None,
+    async_op: bool = False,
+) -> Handle:  # fmt: skip
     """Send part i of `source` to rank i of the axis, and receive the part from rank i as part i of `output`; parts are
-    consecutive rows (dim 0). Return a handle that is already complete.
+    consecutive rows (dim 0). Return a handle to wait on (already complete, unless `async_op`).
 
     site: label of the call in traces, byte counts and errors. sizes: numbers of rows of the parts (None: equal parts).
+    async_op: return before completion.
     """
     rows = source.shape[0]
     own = rows // axis.size if sizes is None else sizes.sent[axis.rank]
@@ -112,7 +114,7 @@ def all_to_all(
     if sizes is None:  # uneven parts fit no other ranks: the redirected call would fail by itself
         over, source = _redirect_source(call, source)
     post = partial(transport.all_to_all, output, source, over, sizes)
-    return _post_call(post, call, output, False, uneven=sizes is not None)
+    return _post_call(post, call, output, async_op, uneven=sizes is not None)
 
 
 def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
@@ -347,8 +349,8 @@ def _post_call(
         handle.then(partial(communicator.faults.corrupt_result, call.fault, output))
     if async_op:
         calls_in_flight[handle] = communicator
-    else:
-        if communicator.meanwhile is not None and call.site.endswith(".backward"):
-            communicator.meanwhile()
+    if communicator.meanwhile is not None and call.site.endswith(".backward"):
+        communicator.meanwhile()
+    if not async_op:
         handle.wait()
     return handle

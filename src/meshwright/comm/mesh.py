@@ -17,7 +17,6 @@ from meshwright.comm.faults import Fault, Faults
 from meshwright.comm.named_programs import NamedPrograms
 from meshwright.comm.programs import Executable
 from meshwright.comm.record import Record
-from meshwright.comm.wrong_groups import list_axis_groups
 from meshwright.errors import RankLost, UserError
 from meshwright.flight_recorder.call_ring import get_process_writer
 from meshwright.layout import Layout
@@ -68,7 +67,9 @@ class Communicator:
         self.around: Callable[[str], AbstractContextManager[Any]] = nullcontext
         """Returns the context manager in which a site's calls are posted; a profile labels their kernels with it."""
         self.meanwhile: Callable[[], None] | None = None
-        """Called while a call of backward is in flight for which backward waits: queues other work on the device."""
+        """Called while a call of backward is in flight: queues other work on the device."""
+        self.launched_rows: dict[str, tuple[Any, torch.Tensor]] = {}
+        """Key of each axis over which rows are in flight (`operators.launch_rows`) -> handle and received rows."""
 
     @contextmanager
     def record_new_groups(self, everybody: tuple[int, ...], first: tuple[int, ...], operation: str) -> Iterator[None]:
@@ -281,8 +282,8 @@ class Mesh:
         sub-axis of the block that contains this rank. Collective over all ranks, with the same arguments, because it
         creates process groups."""
         axis: Axis = getattr(self, name)
-        title = f"{name}/{size}"
-        return axis if size == axis.size else self._make_axis(title, list_axis_groups(self.layout, title)) or axis
+        blocks = [part[at : at + size] for part in self.layout.groups(name) for at in range(0, len(part), size)]
+        return axis if size == axis.size else self._make_axis(f"{name}/{size}", blocks) or axis
 
     def make_subset_axis(self, name: str, indices: Sequence[int]) -> Axis | None:
         """Return the sub-axis of the ranks at the given `indices` (from 0) along the mesh axis `name`, such as "pp";
@@ -291,7 +292,7 @@ class Mesh:
         """
         everywhere = len(indices) == getattr(self, name).size
         title = name if everywhere else f"{name}[{','.join(map(str, indices))}]"
-        return self._make_axis(title, list_axis_groups(self.layout, title))
+        return self._make_axis(title, [tuple(ranks[at] for at in indices) for ranks in self.layout.groups(name)])
 
     def _make_axis(self, name: str, groups: Iterable[tuple[int, ...]]) -> Axis | None:
         """Create a process group for each of `groups` (tuples of global ranks). Return an axis called `name` over the

@@ -84,7 +84,29 @@ def all_to_all_rows(
 
     output_sizes: number of rows received from each rank. Backward returns the gradients of received rows to their
     senders. site: label of the calls in traces."""
-    return _call_operator("all_to_all_rows", x, axis, site, source_sizes, output_sizes)
+    token = launch_rows(x, axis, site, source_sizes, output_sizes)
+    return wait_for_rows(token, axis, site, source_sizes, x.shape[1], output_sizes)
+
+
+def launch_rows(
+    x: torch.Tensor, axis: Axis, site: str, source_sizes: list[int], output_sizes: list[int]
+) -> torch.Tensor:
+    """Launch the all-to-all of `all_to_all_rows`, which has these arguments, without waiting for it. Return a token,
+    from which `wait_for_rows` makes the received rows. Until then no other such call may be in flight over `axis`.
+
+    Backward waits for the gradients of the rows of `x`, which the backward of `wait_for_rows` has launched: what is
+    computed between the two functions overlaps with communication, and so does its backward."""
+    return _call_operator("launch_rows", x, axis, site, source_sizes, x.shape[1], output_sizes)
+
+
+def wait_for_rows(
+    token: torch.Tensor, axis: Axis, site: str, source_sizes: list[int], width: int, output_sizes: list[int]
+) -> torch.Tensor:
+    """Wait for the all-to-all that `launch_rows` launched and return the received rows, [sum(output_sizes), width].
+
+    `token`: result of `launch_rows`; other arguments: those of `launch_rows`, and `width`, the number of columns of its
+    `x`."""
+    return _call_operator("wait_for_rows", token, axis, site, source_sizes, width, output_sizes)
 
 
 def gather_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> torch.Tensor:
@@ -156,14 +178,32 @@ def _forward_all_to_all(x: torch.Tensor, axis: Axis, site: str, split: int, join
     return torch.cat(arrived.unbind(), dim=join)
 
 
+def _forward_launch_rows(
+    x: torch.Tensor, axis: Axis, site: str, source_sizes: list[int], width: int, output_sizes: list[int]
+) -> torch.Tensor:
+    """Launch an all-to-all of rows and return a token (forward of `launch_rows`). site: label of the call in traces."""
+    arrived = _empty_rows(x, sum(output_sizes))
+    counts = RowCounts(output_sizes, source_sizes)
+    handle = collectives.all_to_all(arrived, x.contiguous(), axis, site, counts, async_op=True)
+    axis.communicator.launched_rows[axis.key] = handle, arrived
+    return x.new_empty(0)
+
+
+def _forward_wait_for_rows(
+    token: torch.Tensor, axis: Axis, site: str, source_sizes: list[int], width: int, output_sizes: list[int]
+) -> torch.Tensor:
+    """Return the rows of the all-to-all in flight over `axis` (forward of `wait_for_rows`)."""
+    handle, arrived = axis.communicator.launched_rows.pop(axis.key)
+    handle.wait()
+    return arrived
+
+
 def _forward_all_to_all_rows(
     x: torch.Tensor, axis: Axis, site: str, source_sizes: list[int], output_sizes: list[int]
 ) -> torch.Tensor:
-    """Send source_sizes[i] rows (dim 0) of `x` to rank i of `axis`; return the received rows, output_sizes[i] from rank
-    i, in rank order (forward of `all_to_all_rows`). site: label of the call in traces."""
-    arrived = _empty_rows(x, sum(output_sizes))
-    collectives.all_to_all(arrived, x.contiguous(), axis, site, RowCounts(output_sizes, source_sizes))
-    return arrived
+    """Run the all-to-all of `all_to_all_rows`, which has these arguments, without autograd."""
+    _forward_launch_rows(x, axis, site, source_sizes, 0, output_sizes)
+    return _forward_wait_for_rows(x, axis, site, source_sizes, 0, output_sizes)
 
 
 def _forward_gather_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> torch.Tensor:
@@ -217,6 +257,7 @@ class Operator(NamedTuple):
 
 DIM = ", SymInt dim"
 SIZES = ", SymInt[] sizes"
+LAUNCHED = ", SymInt[] source_sizes, SymInt width, SymInt[] output_sizes"
 OPERATORS = {
     "copy_to": Operator("reduce_from", lambda x, axis, site: x.clone(), lambda x, axis: torch.empty_like(x)),
     "reduce_from": Operator("copy_to", _forward_all_reduce, lambda x, axis: x.new_empty(x.shape)),
@@ -230,11 +271,12 @@ OPERATORS = {
         lambda x, axis, split, join: _empty_gathered(_empty_split(x, axis, split), axis, join),
         ", SymInt split, SymInt join",
     ),
-    "all_to_all_rows": Operator(
-        "all_to_all_rows",
-        _forward_all_to_all_rows,
-        lambda x, axis, source_sizes, output_sizes: _empty_rows(x, sum(output_sizes)),
-        ", SymInt[] source_sizes, SymInt[] output_sizes",
+    "launch_rows": Operator("wait_for_rows", _forward_launch_rows, lambda x, axis, *sizes: x.new_empty(0), LAUNCHED),
+    "wait_for_rows": Operator(
+        "launch_rows",
+        _forward_wait_for_rows,
+        lambda token, axis, source_sizes, width, output_sizes: token.new_empty(sum(output_sizes), width),
+        LAUNCHED,
     ),
     "gather_rows": Operator(
         "reduce_scatter_rows", _forward_gather_rows, lambda x, axis, sizes: _empty_rows(x, sum(sizes)), SIZES

@@ -19,6 +19,14 @@ from meshwright.model.scaled_dot_product import AttentionMask, MaskForm, attend,
 from meshwright.model.tiled_attention import ScoreSettings
 
 Function = Callable[..., Any]
+Meanwhile = Callable[[], None]
+"""Computation that is queued while a message is in flight."""
+
+
+def do_nothing() -> None:
+    """Compute nothing while a message is in flight."""
+
+
 X = TypeVar("X", Tensor, None)
 
 
@@ -130,11 +138,12 @@ class TokenDispatcher(Protocol):
     """Ranks that split the width of each expert."""
     width_rank: int
 
-    def dispatch(self, x_NH: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor, Any]:
+    def dispatch(self, x_NH: Tensor, ends_E: Tensor, meanwhile: Meanwhile) -> tuple[Tensor, Tensor, Any]:
         """Send token copies `x_NH` to the ranks of their experts. A token has one copy for each of its experts; the N
         copies are sorted by expert.
 
-        `ends_E[e]`: index at which the copies of expert e end (exclusive). Return three things: the R copies received
+        `ends_E[e]`: index at which the copies of expert e end (exclusive). `meanwhile`: called while the copies are in
+        flight, to compute what needs none of them. Return three things: the R copies received
         for this rank's experts, [R, H], sorted by expert; the exclusive end index of each of these experts' copies; and
         an opaque state for `combine`.
         """

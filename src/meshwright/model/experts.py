@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.model.axis_operations import SINGLE_DEVICE, AxisOperations, TokenAxis
+from meshwright.model.axis_operations import SINGLE_DEVICE, AxisOperations, Meanwhile, TokenAxis, do_nothing
 from meshwright.model.layers import FeedForward, Linear, activate
 from meshwright.model.permutation import Permuted, invert_permutation
 from meshwright.model.precision import at_least_float32
@@ -67,22 +67,31 @@ class Mixture(nn.Module):
         `counted_B`). `counted_B`: number of target tokens of each sequence."""
         slices = self.tensor.sequence_parallel
         own_BSH = x_BSH if slices else self.tensor.split_tokens(x_BSH, "experts.input")
-        y_BSH, loss = self._forward_routed(own_BSH, counted_B)
+        shared: list[Tensor] = []
+
+        def compute_shared() -> None:
+            """Compute the output of the shared expert, if there is one, while the dispatched tokens are in flight."""
+            if self.shared is not None:
+                partial_BSH = self._forward_shared(self.tensor.enter(x_BSH, "mlp.input"))
+                shared.append(self.tensor.leave(partial_BSH, "mlp.output"))
+
+        y_BSH, loss = self._forward_routed(own_BSH, counted_B, compute_shared)
         if not slices:
             y_BSH = self.tensor.join_tokens(y_BSH, "experts.output")
-        if self.shared is not None:
-            shared_BSH = self._forward_shared(self.tensor.enter(x_BSH, "mlp.input"))
-            y_BSH = y_BSH + self.tensor.leave(shared_BSH, "mlp.output")
+        for shared_BSH in shared:
+            y_BSH = y_BSH + shared_BSH
         return y_BSH, loss
 
-    def _forward_routed(self, x_BSH: Tensor, counted_B: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _forward_routed(
+        self, x_BSH: Tensor, counted_B: Tensor | None, meanwhile: Meanwhile = do_nothing
+    ) -> tuple[Tensor, Tensor | None]:
         """Run the routed experts on hidden states `x_BSH`: route each token to its experts and sum their weighted
         outputs. Return the output [B, S, H] and the load-balancing loss (None without `counted_B`, the number of target
-        tokens of each sequence)."""
+        tokens of each sequence). `meanwhile`: called while dispatched tokens are in flight."""
         x_TH = x_BSH.flatten(0, 1)
         scores_TE = self.router.scores(x_TH)
         weights_TK, chosen_TK = self.router.choose(scores_TE)
-        y_TH = self.experts(x_TH, weights_TK.to(x_TH.dtype), chosen_TK)
+        y_TH = self.experts(x_TH, weights_TK.to(x_TH.dtype), chosen_TK, meanwhile)
         loss = None
         if counted_B is not None:
             parts = (self.context, self.tensor) if self.expert_parallel else (self.context,)
@@ -216,11 +225,12 @@ class Experts(nn.Module):
         if config.mlp_bias:
             self.down.bias = nn.Parameter(torch.empty(self.held * bias_size, **options))
 
-    def forward(self, x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
+    def forward(self, x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, meanwhile: Meanwhile = do_nothing) -> Tensor:
         """Return for each of T tokens the weighted sum of the outputs of its K experts, [T, H].
 
         `x_TH`: hidden states; `weights_TK`: factors on the experts' outputs or, with `config.routed_input`, on the
-        experts' inputs; `chosen_TK`: indices of the experts."""
+        experts' inputs; `chosen_TK`: indices of the experts; `meanwhile`: called while a dispatcher's tokens are in
+        flight."""
         tokens, chosen = chosen_TK.shape
         order_N, _, ends_E = sort_copies(chosen_TK, self.experts)
         inverse_N = invert_permutation(order_N)
@@ -231,7 +241,7 @@ class Experts(nn.Module):
         if self.dispatcher is None:
             y_NH = self._apply_experts(sorted_NH, ends_E)
         else:
-            received_RH, ends_L, routes = self.dispatcher.dispatch(sorted_NH, ends_E)
+            received_RH, ends_L, routes = self.dispatcher.dispatch(sorted_NH, ends_E, meanwhile)
             y_NH = self.dispatcher.combine(self._apply_experts(received_RH, ends_L), routes)
         y_TKH = Permuted.apply(y_NH, inverse_N, order_N, None).view(tokens, chosen, -1)
         return y_TKH.sum(dim=1) if self.config.routed_input else (y_TKH * weights_TK[..., None]).sum(dim=1)

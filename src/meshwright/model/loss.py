@@ -90,14 +90,9 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any,
-        hidden_TH: Tensor,
-        weight_VH: Tensor,
-        bias_V: Tensor | None,
-        targets_T: Tensor,
-        head: OutputHead,
-        mode: _Mode,
-    ) -> Tensor:
+        context: Any, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_T: Tensor,
+        head: OutputHead, mode: _Mode,
+    ) -> Tensor:  # fmt: skip
         """Return the cross-entropy (nats): the sum over tokens, a scalar, or with `mode.of_tokens` the loss of each
         token, [T].
 
@@ -118,11 +113,12 @@ class _CrossEntropy(torch.autograd.Function):
                 sums.add(chunk)
             elif any(wanted):
                 known.append(torch.stack(chunk.known))
-        context.gradients = None if sums is None else sums.collect()
-        context.dtype = weight_VH.dtype
+        context.head = head
+        # As saved tensors, autograd frees gradients right after this backward, and not after that of all layers.
         if known:
             context.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, torch.cat(known, dim=1))
-            context.head = head
+        elif sums is not None:
+            context.save_for_backward(*sums.collect())
         return torch.cat(losses) if mode.of_tokens else total
 
     @staticmethod
@@ -135,14 +131,15 @@ class _CrossEntropy(torch.autograd.Function):
             # Relative to the largest one, so that a 16-bit type neither underflows nor overflows.
             factor = d_loss.abs().amax().clamp(min=torch.finfo(d_loss.dtype).tiny)
             factors_T = d_loss / factor
-        d_hidden_TH, d_weight_VH, d_bias_V = context.gradients or _recompute_gradients(context, factors_T)
+        saved, dtype = context.saved_tensors, context.head.weight_VH.dtype
+        d_hidden_TH, d_weight_VH, d_bias_V = saved if len(saved) == 3 else _recompute_gradients(context, factors_T)
         if d_hidden_TH is not None:
             # The factor (1 / targets of the step) stays in its wide type: rounding it would scale all gradients.
             d_hidden_TH = (d_hidden_TH.to(factor.dtype) * factor).to(d_hidden_TH.dtype)
         if d_weight_VH is not None:
-            d_weight_VH = torch.mul(d_weight_VH, factor, out=torch.empty_like(d_weight_VH, dtype=context.dtype))
+            d_weight_VH = torch.mul(d_weight_VH, factor, out=torch.empty_like(d_weight_VH, dtype=dtype))
         if d_bias_V is not None:
-            d_bias_V = (d_bias_V * factor).to(context.dtype)
+            d_bias_V = (d_bias_V * factor).to(dtype)
         return d_hidden_TH, d_weight_VH, d_bias_V, None, None, None
 
 

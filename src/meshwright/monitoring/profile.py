@@ -19,7 +19,6 @@ from meshwright.checkpoint.agreement import Agreement
 from meshwright.checkpoint.files import replace_file
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
-from meshwright.comm.timed_calls import settle_calls, time_calls
 from meshwright.errors import error_reason
 from meshwright.monitoring.clock import StepClock
 from meshwright.monitoring.profile_trace import (
@@ -30,6 +29,7 @@ from meshwright.monitoring.profile_trace import (
     merge_rank_traces,
 )
 from meshwright.monitoring.run_directory import RunDirectory
+from meshwright.monitoring.timed_calls import settle_calls, time_calls
 from meshwright.parallel.pipeline import Compute, Key
 from meshwright.parallel.step import ForwardBackward
 from meshwright.program.pipeline import Kind, PipelineProgram

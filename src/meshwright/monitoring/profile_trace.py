@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.comm.timed_calls import TimedCall
 from meshwright.errors import UserError
+from meshwright.monitoring.timed_calls import TimedCall
 from meshwright.program.durations import Durations
 from meshwright.program.pipeline import COMPUTING, Kind, PipelineProgram
 from meshwright.program.simulate_pipeline import simulate_pipeline

@@ -11,7 +11,7 @@ permutation of rows; dispatch moves them, combine is its inverse, and the gradie
 Communication: ranks first exchange how many copies go where, because message sizes differ in every step; a rank that
 receives none still takes part in every call. The host reads these numbers once a layer, in forward alone: recompute
 takes the routes of forward.
-Overlap: none, each call waits for the result of the one before.
+Overlap: while the copies travel, in forward and in backward, the shared expert computes; combine waits for its result.
 
 Shapes: N copies of this rank's tokens, sorted by expert; R copies that its experts get; H hidden; E experts, L = E / ep
 of them held here; P ranks of ep, G of etp.
@@ -24,10 +24,10 @@ from typing import NamedTuple
 
 import torch
 
-from meshwright.comm import collectives
+from meshwright.comm import collectives, operators
 from meshwright.comm.mesh import Axis
-from meshwright.comm.operators import all_to_all_rows, gather_rows, reduce_scatter_rows
 from meshwright.errors import RanksDisagree
+from meshwright.model.axis_operations import Meanwhile, do_nothing
 from meshwright.model.permutation import Permuted, invert_permutation
 from meshwright.parallel.recompute import compute_once
 
@@ -66,16 +66,21 @@ class AllToAllTokenDispatcher:
         self.width_ranks = etp.size
         self.width_rank = etp.rank
 
-    def dispatch(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Dispatched]:
+    def dispatch(
+        self, x_NH: torch.Tensor, ends_E: torch.Tensor, meanwhile: Meanwhile = do_nothing
+    ) -> tuple[torch.Tensor, torch.Tensor, Dispatched]:
         """Send token copies to the ranks of their experts (a token has one copy for each of its experts). Return
         (received copies [R, H], sorted by local expert; exclusive end index of each local expert's copies, int32
         [experts on this rank]; state that `combine` needs), for R received copies of hidden size H.
 
         `x_NH`: the N copies of this rank's tokens, sorted by expert. `ends_E`: index in `x_NH` at which the copies of
-        each expert end (exclusive)."""
+        each expert end (exclusive). `meanwhile`: called while the copies are in flight; its backward overlaps with that
+        of the dispatch."""
         routes = compute_once(lambda: self._agree_on_routes(ends_E))
-        x_RH = all_to_all_rows(x_NH, self.ep, "experts.dispatch", routes.sent, routes.received)
-        x_RH = gather_rows(x_RH, self.etp, "experts.gather", routes.shared)
+        token = operators.launch_rows(x_NH, self.ep, "experts.dispatch", routes.sent, routes.received)
+        meanwhile()
+        x_RH = operators.wait_for_rows(token, self.ep, "experts.dispatch", routes.sent, x_NH.shape[1], routes.received)
+        x_RH = operators.gather_rows(x_RH, self.etp, "experts.gather", routes.shared)
 
         held = routes.counts_GPL.shape[2]
         expert_GPL = torch.arange(held, device=x_NH.device).repeat(self.etp.size * self.ep.size)
@@ -93,8 +98,8 @@ class AllToAllTokenDispatcher:
         `keys_N`: one integer for each of the N copies of this rank's tokens, sorted by expert; `dispatched`: third
         result of `dispatch`."""
         routes, order_R, _ = dispatched
-        keys_R = all_to_all_rows(keys_N, self.ep, KEYS_SITE, routes.sent, routes.received)
-        return gather_rows(keys_R, self.etp, KEYS_SITE, routes.shared)[order_R]
+        keys_R = operators.all_to_all_rows(keys_N[:, None], self.ep, KEYS_SITE, routes.sent, routes.received)
+        return operators.gather_rows(keys_R, self.etp, KEYS_SITE, routes.shared)[order_R, 0]
 
     def combine(self, y_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         """Send expert outputs back to the ranks of their tokens; outputs are summed over the etp ranks that split an
@@ -104,8 +109,8 @@ class AllToAllTokenDispatcher:
         `y_RH`: outputs of this rank's experts for the R copies received. `dispatched`: third result of `dispatch`."""
         routes, order_R, inverse_R = dispatched
         y_RH = Permuted.apply(y_RH, inverse_R, order_R, None)
-        y_RH = reduce_scatter_rows(y_RH, self.etp, "experts.sum", routes.shared)
-        return all_to_all_rows(y_RH, self.ep, "experts.combine", routes.received, routes.sent)
+        y_RH = operators.reduce_scatter_rows(y_RH, self.etp, "experts.sum", routes.shared)
+        return operators.all_to_all_rows(y_RH, self.ep, "experts.combine", routes.received, routes.sent)
 
     def _agree_on_routes(self, ends_E: torch.Tensor) -> Routes:
         """Exchange the numbers of token copies before a dispatch; return them as `Routes`. First the ep ranks exchange

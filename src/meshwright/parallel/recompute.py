@@ -46,7 +46,8 @@ ATTENTION |= _get_overloads(aten, *(f"_scaled_dot_product_{name}" for name in KE
 # Saved, as small results of communication: reductions, ring attention, dispatched and combined tokens. Repeated in
 # backward, as large as the slices of all ranks: the all-gathers of sequence parallelism (Korthikanti et al. 2022,
 # section 4.2.2) and the all-to-alls of Ulysses.
-SUMS = RING | _get_overloads(ours, "reduce_from", "reduce_scatter_to", "reduce_scatter_rows", "all_to_all_rows")
+ROWS = _get_overloads(ours, "launch_rows", "wait_for_rows", "reduce_scatter_rows")
+SUMS = RING | ROWS | _get_overloads(ours, "reduce_from", "reduce_scatter_to")
 GATHERED = _get_overloads(ours, "gather_from", "all_to_all", "join_from", "gather_rows")
 
 

@@ -157,10 +157,6 @@ class ZeroEngine:
                 passes[name] += count
         self.gradients.begin_step(passes)
 
-    def zero_gradients(self) -> None:
-        """Discard the gradients: the next backward pass overwrites them instead of adding to them."""
-        self.gradients.begin_step({})
-
     def backward(self, loss: torch.Tensor) -> None:
         """Run the backward pass of one micro-batch from its scalar `loss`. Only for a model that is a single pipeline
         stage."""

@@ -95,7 +95,7 @@ class _ReferenceRun:
             self.passes.train(self.batch, targets)
             synchronize(world.device)
             times.append(watch.read())
-            self.engine.zero_gradients()
+            self.engine.begin_step(0)
             local.append(kernel.measure_seconds())
         slowest, waited = torch.tensor(times[1:], dtype=torch.float64, device=world.device).T.contiguous()
         collectives.all_reduce(slowest, world.world, _SITE, op="max").wait()

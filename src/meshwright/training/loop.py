@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.checkpoint import Checkpointer, CheckpointPath, SaveOptions
 from meshwright.checkpoint.agreed_saves import abandon_save, wait_for_save
@@ -57,6 +57,19 @@ def make_save_options(recipe: Recipe, tokenizer_directory: Path | None = None) -
     return SaveOptions(settings.dtype, settings.keep, settings.keep_best, settings.background, tokenizer_directory)
 
 
+class _LaunchedStep(NamedTuple):
+    """Training step that a device may still compute.
+
+    number: number of the step, from 1. begun: time of `time.perf_counter` before its launch. sent: bytes that this rank
+    sent in the step, by call site and by mesh axis. profiled: True if the profiler recorded the step, which makes it
+    slower."""
+
+    number: int
+    begun: float
+    sent: tuple[dict[str, int], dict[str, int]]
+    profiled: bool
+
+
 class Run:
     """Training run on one rank: trains to the last step and writes checkpoints, metrics and console output. After
     SIGTERM or an interrupt it saves a checkpoint and stops.
@@ -91,6 +104,9 @@ class Run:
         self.saved_state: dict[str, Any] | None = None
         """`state.json` of the checkpoint from which the run resumes."""
         self._resume_notes: list[str] = []
+        self._unfinished: _LaunchedStep | None = None
+        """Step whose outcome is read after the launch of the next one."""
+        self._finished_at = 0.0
 
     def run(self) -> dict[str, Any]:
         """Train to the last step, or until SIGTERM or an interrupt, and return the result document (JSON dict of
@@ -108,65 +124,82 @@ class Run:
                 return result
 
     def _step(self) -> None:
-        """Run one training step, then validation, logging and a checkpoint if they are due."""
+        """Run one training step, then validation, logging and a checkpoint if they are due. If nothing but a log line
+        is due, a step on a GPU is finished only after the next one is launched, so that the GPU never waits for the
+        host."""
         train = self.recipe.train
         trainer = self.trainer
-        if self.profile.before_step(trainer):
+        profiled = self.profile.before_step(trainer)
+        if profiled:
             self.journal.memory.stop()
         record = self.mesh.record
         sites = record.sent_by_site()
         axes = record.sent_by_axis()
         begun = time.perf_counter()
-        verdict = trainer.step(stop=self.stop.requested, save_failed=self.checkpointer.failed() is not None)
-        seconds = time.perf_counter() - begun
+        trainer.launch_step(stop=self.stop.requested, save_failed=self.checkpointer.failed() is not None)
         self.journal.memory.step_done()
-        if verdict.finite:
-            self.journal.sent_bytes = count_sent_between(sites, record.sent_by_site())
-            self.journal.sent_bytes_by_axis = count_sent_between(axes, record.sent_by_axis())
-        profiled = self.profile.after_step(trainer, ending=verdict.stop)
+        sent = count_sent_between(sites, record.sent_by_site()), count_sent_between(axes, record.sent_by_axis())
         done = trainer.steps_done
+        launched = _LaunchedStep(done, begun, sent, profiled)
+        earlier, self._unfinished = self._unfinished, None
+        stop = save_failed = False
+        if earlier is not None:
+            outcome, _ = self._finish_step(earlier)
+            self._check_skipped_steps(earlier.number)
+            stop, save_failed = outcome.stop, outcome.save_failed
         last = done == train.steps
         every = self.recipe.checkpoint.every
         due = last or (every > 0 and done % every == 0)
-        validation = None
         # Every checkpoint needs its validation loss.
-        if train.validate_every and (due or done % train.validate_every == 0):
-            self.journal.memory.stop()
-            validation = trainer.task.validate()
-        # Before the save, so that every step is recorded.
-        if self.journal.leader:
-            self.journal.record_step(self._record_step(verdict, seconds, validation, profiled))
-        if verdict.save_failed:
+        validates = train.validate_every > 0 and (due or done % train.validate_every == 0)
+        profiled |= done + 1 == self.profile.first  # the recording begins with an idle device
+        if trainer.can_launch_ahead and not (due or validates or profiled or stop or save_failed):
+            self._unfinished = launched
+            return
+        outcome, validation = self._finish_step(launched, validates)
+        if save_failed or outcome.save_failed:
             self.journal.record_save_failure(done, abandon_save(self.checkpointer, self.agreement))
-        self._check_skipped_steps()
-        if due or verdict.stop:
+        self._check_skipped_steps(done)
+        stop = stop or outcome.stop
+        if due or stop:
             self._save(None if validation is None else validation.loss)
-        if verdict.stop and not last:
+        if stop and not last:
             self._finish_saving()
             self.journal.record_stop(done, self.checkpointer)
             self._raise_stopped()
 
-    def _record_step(
-        self, outcome: StepOutcome, seconds: float, validation: Validation | None, profiled: bool
-    ) -> StepRecord:
-        """Build the log record of the step just done.
-
-        outcome: loss, gradient norm and flags of the step; seconds: duration of the step without validation;
-        validation: result of the validation after the step (None: no validation); profiled: True if the profiler
-        recorded the step, which makes it slower."""
+    def _finish_step(self, step: _LaunchedStep, validates: bool = False) -> tuple[StepOutcome, Validation | None]:
+        """Wait for the outcome of a launched step, validate if `validates`, and log the step. Return the outcome, and
+        the result of the validation (None without one). Collective."""
         trainer = self.trainer
-        return StepRecord(
-            step=trainer.steps_done,
-            outcome=outcome,
-            learning_rate=learning_rate(trainer.steps_done - 1, self.recipe.train),
-            skipped_steps=trainer.skipped,
-            validation=validation,
-            seconds=seconds,
-            seconds_by_part=trainer.clock.seconds(),
-            waiting_seconds=trainer.clock.compute_waiting_seconds(),
-            next_loss_scale=trainer.loss_scale.value if trainer.loss_scale.dynamic else None,
-            profiled=profiled,
-        )
+        outcome = trainer.finish_step()
+        finished = time.perf_counter()
+        seconds = finished - max(step.begun, self._finished_at)
+        self._finished_at = finished
+        if outcome.finite:
+            self.journal.sent_bytes, self.journal.sent_bytes_by_axis = step.sent
+        if step.profiled:
+            self.profile.after_step(trainer, ending=outcome.stop)
+        validation = None
+        if validates:
+            self.journal.memory.stop()
+            validation = trainer.task.validate()
+        # Before the save, so that every step is recorded.
+        if self.journal.leader:
+            record = StepRecord(
+                step=step.number,
+                outcome=outcome,
+                learning_rate=learning_rate(step.number - 1, self.recipe.train),
+                skipped_steps=trainer.skipped,
+                validation=validation,
+                seconds=seconds,
+                seconds_by_part=trainer.clock.seconds(),
+                waiting_seconds=trainer.clock.compute_waiting_seconds(),
+                next_loss_scale=trainer.loss_scale.value if trainer.loss_scale.dynamic else None,
+                profiled=step.profiled,
+            )
+            self.journal.record_step(record)
+        return outcome, validation
 
     def _make_result(self) -> dict[str, Any]:
         """Build the result document (JSON dict of figures and checkpoint paths) after the last step of the run. It
@@ -280,17 +313,17 @@ class Run:
 
     # --- saving and stopping
 
-    def _check_skipped_steps(self) -> None:
+    def _check_skipped_steps(self, step: int) -> None:
         """Raise `CheckFailed` on all ranks if more than `train.maximum_skipped` steps in a row were skipped because the
         loss or gradient norm was not finite. A step does not count if its loss was finite and a dynamic loss scale was
-        halved because its gradients overflowed."""
+        halved because its gradients overflowed. step: number of the step that was finished last."""
         limit = self.recipe.train.maximum_skipped
         if self.trainer.skipped_in_a_row > limit:
             wait_for_save(self.checkpointer, self.agreement)  # an earlier save may still be in progress
             newest = self.checkpointer.find_newest()
             count = f"{self.trainer.skipped_in_a_row} steps in a row" if limit else "a step"
             raise CheckFailed(
-                f"{count}, the last of them step {self.trainer.steps_done}, had a loss or gradient that is not "
+                f"{count}, the last of them step {step}, had a loss or gradient that is not "
                 f"finite, more than train.maximum_skipped = {limit}; the newest intact checkpoint is "
                 f"{newest.name if newest else 'none yet'}; a lower train.learning_rate or train.clip usually helps"
             )

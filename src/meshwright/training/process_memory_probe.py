@@ -92,7 +92,7 @@ class _ProbeRun:
             self.passes.train(self.batch, self.targets)
             self.optimizer.step(1e-3)
             self.engine.all_gather_parameters()
-            self.engine.zero_gradients()
+            self.engine.begin_step(0)
         highest = read_peak_resident_bytes() or 0
         after = _measure_rss()
         return after - before, highest - after

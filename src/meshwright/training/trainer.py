@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 import torch
 
-from meshwright.comm import collectives
+from meshwright.comm import backend, collectives
 from meshwright.monitoring.clock import StepClock
 from meshwright.monitoring.records import StepOutcome
 from meshwright.parallel.flat_buffers import TensorSlice
@@ -48,15 +50,28 @@ class Trainer:
         self.skipped_in_a_row = 0
         """Number of skipped steps since the last finite one, without those after which the loss scale was halved."""
         self.initial_values = INITIAL_VALUES_VERSION
+        self._outcomes: deque[Callable[[], StepOutcome]] = deque()
+        """Functions that wait for the outcomes of the steps that are launched and not finished, oldest first."""
 
-    def step(self, *, stop: bool = False, save_failed: bool = False) -> StepOutcome:
+    @property
+    def can_launch_ahead(self) -> bool:
+        """True if a step may be launched before the one before it is finished: on a GPU, which itself skips the update
+        of a step that is not finite, if no loss scale and no buffers depend on the outcome."""
+        return self.updates_early and not self.loss_scale.dynamic and not self.task.buffer_bytes()
+
+    def step(self, **flags: bool) -> StepOutcome:
+        """Run one training step and return its outcome. flags: arguments of `launch_step`. Collective."""
+        self.launch_step(**flags)
+        return self.finish_step()
+
+    def launch_step(self, *, stop: bool = False, save_failed: bool = False) -> None:
         """Run one training step: forward and backward of every micro-batch, one all-reduce of the outcome, one update.
-        Collective.
+        A GPU may still compute it at the return, and `finish_step` waits for its outcome. Collective.
 
         The loss is summed over the terms of the whole step on all ranks (target tokens, pairs or items) and divided by
         their number; gradients are summed over ranks, never averaged. A step whose loss or gradient norm is not finite
         on any rank is skipped on all. stop: True if this rank received SIGTERM or an interrupt. save_failed: True if
-        this rank could not save a checkpoint. In the returned outcome each flag is True if it is True on any rank.
+        this rank could not save a checkpoint. In the step's outcome each flag is True if it is True on any rank.
         """
         task = self.task
         clock = self.clock
@@ -70,20 +85,27 @@ class Trainer:
         values = self._all_reduce_outcome(shares, terms, stop, save_failed)
         clock.mark("agree")
         if self.updates_early:
+            self._outcomes.append(self._copy_outcome(values))
             self._update(self._gpu_scale(values))
             task.prefetch_step(self.steps_done + 1)  # while the GPU computes this one
-        outcome = self._read_outcome(values)
+        else:
+            outcome = self._read_outcome(values)
+            if outcome.finite:
+                self._update(self._gradient_scale(outcome))
+            self._outcomes.append(lambda: outcome)
+        self.steps_done += 1
+        clock.mark("update")
+
+    def finish_step(self) -> StepOutcome:
+        """Wait for the outcome of the oldest step that is launched and not finished, count the step as skipped or not,
+        and return the outcome. The host waits for a GPU's work on this step alone, not on those launched after it."""
+        outcome = self._outcomes.popleft()()
         if not outcome.finite:
             self._discard_step()
             self.skipped += 1
-        elif not self.updates_early:
-            self._update(self._gradient_scale(outcome))
         searching = self.loss_scale.update(outcome.loss, outcome.finite)
         if not searching:
             self.skipped_in_a_row = 0 if outcome.finite else self.skipped_in_a_row + 1
-        self.parallel.zero_gradients()
-        self.steps_done += 1
-        clock.mark("update")
         return outcome
 
     @property
@@ -166,9 +188,24 @@ class Trainer:
         collectives.all_reduce(values, mesh.world, "step.verdict")
         return values
 
+    def _copy_outcome(self, values: torch.Tensor) -> Callable[[], StepOutcome]:
+        """Queue a copy of the result of `_all_reduce_outcome`, `values`, to host memory. Return a function that waits
+        for this copy, the host's only wait for the GPU in a step, and returns the step's outcome."""
+        copied = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
+        copied.copy_(values, non_blocking=True)
+        stream = backend.current_stream(self.device)
+        event = None if stream is None else stream.record_event()
+
+        def read() -> StepOutcome:
+            """Wait for the copy and return the outcome."""
+            if event is not None:
+                event.synchronize()
+            return self._read_outcome(copied)
+
+        return read
+
     def _read_outcome(self, values: torch.Tensor) -> StepOutcome:
-        """Return the step's outcome, equal on all ranks. values: result of `_all_reduce_outcome`, which is copied to
-        the host; this is the only wait for the GPU in a step."""
+        """Return the step's outcome, equal on all ranks. values: result of `_all_reduce_outcome`."""
         metrics = len(values) - 4 - self.mesh.world_size
         loss, squared_norm, stopping, failed, *rest = values.tolist()
         return StepOutcome(

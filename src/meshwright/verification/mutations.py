@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from meshwright.comm.faults import KINDS, Fault
 from meshwright.comm.local import LocalRanks
-from meshwright.comm.wrong_groups import make_wrong_groups
 from meshwright.layout import Layout
 from meshwright.recipe import CollectivesRecipe
 from meshwright.verification.cases import CaseBuilder
@@ -20,6 +19,7 @@ from meshwright.verification.local_faults import LOCAL_FAULTS, LocalFault
 from meshwright.verification.problem import Problem
 from meshwright.verification.ranks import RankResult, run_rank
 from meshwright.verification.reference import Reference
+from meshwright.verification.wrong_groups import make_wrong_groups
 
 _SHIFT = "log-sum-exp does not depend on the value that is subtracted from all logits"
 NEUTRAL: dict[tuple[str, str, str], str] = {

@@ -520,7 +520,7 @@ if __name__ == "__main__":
                 passes.train(micro_batches, 1000.0)
                 optimizer.step(1e-3)
                 parallel.all_gather_parameters()
-                parallel.zero_gradients()
+                parallel.begin_step(0)
 
             once()  # makes optimizer state and tables
             gc.collect()

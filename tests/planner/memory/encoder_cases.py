@@ -174,7 +174,7 @@ def measure(step: EncoderStep) -> Measured:
         parallel.finish()
         optimizer.step(1e-3)
         parallel.all_gather_parameters()
-        parallel.zero_gradients()
+        parallel.begin_step(0)
 
     for _ in range(2):
         once()

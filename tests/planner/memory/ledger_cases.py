@@ -137,7 +137,7 @@ def _measure(step: Step) -> Measured:
         del given
         optimizer.step(1e-3)
         engine.all_gather_parameters()
-        engine.zero_gradients()
+        engine.begin_step(0)
 
     once()
     gc.collect()

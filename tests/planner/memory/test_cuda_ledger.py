@@ -17,6 +17,7 @@ CASES = [
     CudaStep("llama-1b", "bf16", 8, 4096, TWO, documents=4, saved=True),
     CudaStep("gpt2-xl", "bf16", 8, 1024, TWO, saved=True, hopper=True),
     CudaStep("llama-1b", "dp4 zero3 mb2 tp2 bf16", 16, 4096, TWO, rank=3, saved=True),
+    CudaStep("llama-1b", "dp4 zero3 ac:full bf16", 8, 512, FOUR | {"tied": False}),  # peak when the head is unsharded
     CudaStep("llama-1b", "pp2:zb-h1 mb4 bf16", 8, 4096, FOUR),
     CudaStep("mixtral-8x7b-v0.1", "dp4 ep4 bf16", 8, 4096, TWO, saved=True),
     CudaStep("llama-1b", "cp2 bf16", 8, 4096, TWO, documents=4, saved=True),

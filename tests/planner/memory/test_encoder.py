@@ -36,7 +36,7 @@ OURS = ENGINES["meshwright"]
 HEADS, RECOMPUTE = ("masked", "classes", "none"), ("none", "selective", "full")
 PARTITIONED = "aot_eager"
 """The backend that partitions as inductor does and compiles nothing."""
-NOT_HOOKED = ("head.hidden.gradient", "head.weight.gradient", "head.bias.gradient", "loss")
+NOT_HOOKED = ("loss",)
 
 
 @pytest.mark.parametrize(

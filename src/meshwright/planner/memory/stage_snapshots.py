@@ -67,7 +67,6 @@ class StageSnapshots:
         self.fused = not batch.narrow or (batch.device == "cuda" and not batch.config.experts)
         self._layer = {unit: int(unit.split(".")[1]) for unit in self.units if unit.startswith("layers.")}
         self._saved_of, self._whole_of = self._by_unit(saved), self._by_unit(unrecomputed)
-        self._of_loss = [each for each in saved if _is_saved_by_loss(each)]
         self.saved_bytes = sum(each.bytes for each in saved)
         self.stream = batch.stream_bytes
         self.queue = sum(map(self._queue_of, self._layer)) if queues else 0
@@ -91,9 +90,7 @@ class StageSnapshots:
         """Return the saved activations that are allocated during the forward of the unit with index `unit_index`.
         backward: True for its backward instead."""
         before = ("", *self.units[: unit_index + backward])
-        found = [each for unit in before for each in self._saved_of[unit]]
-        of_loss = self._of_loss if backward and "head" not in before else []
-        return [*found, *of_loss]  # activations of the loss are freed at the end of the whole backward
+        return [each for unit in before for each in self._saved_of[unit]]
 
     def _snapshot(
         self, name: str, saved: int, tensors: Sequence[Temporary], unit_index: int, backward: bool
@@ -146,6 +143,7 @@ class StageSnapshots:
         for place in reversed(range(len(self.units))):
             unit = self.units[place]
             at_end = self._compiled(unit) and not self._expert_parallel(unit)  # gradient buffers come at its end
+            at_end |= unit in LOOKED_UP or (unit == "head" and config.head in ("next", "masked"))
             around = [*self._gathered(place, -1), *self._reductions(place, state, split, at_end)]
             opened = self._unsharded_gradients(place) if at_end and not split else []
             if self._both_ends and unit != "head" and not frozen:
@@ -162,7 +160,7 @@ class StageSnapshots:
                 yield self._snapshot(f"{unit}{name}: backward", left, tensors, place, True)
             if split and unit in self._layer:
                 queue += self._queue_of(unit)
-            left -= _count_bytes(self._saved_of[unit]) - _count_bytes(self._of_loss if unit == "head" else ())
+            left -= _count_bytes(self._saved_of[unit])
         if split:  # units without products are complete: until now their gradients were held beside the sums
             complete = (place for place, unit in enumerate(self.units) if unit not in self._layer)
             ends = [each for place in complete for each in self._unsharded_gradients(place)]
@@ -295,11 +293,8 @@ class StageSnapshots:
         return [*self.in_flight(posted), *([] if at_end else self._unsharded_gradients(unit_index))]
 
     def _unsharded_gradients(self, unit_index: int) -> list[Temporary]:
-        """Return the unsharded gradient buffers that are allocated in the backward of the unit with index `unit_index`:
-        its own and, if the stage has a head that shares its weight with the embedding, those of the embedding."""
-        opened = list(self.buffers.flats.get(self.units[unit_index], ())) if self.units else []
-        if self._both_ends:  # the head's contribution is allocated from the start
-            opened += [flat for flat in self.buffers.flats.get("embedding", ()) if flat not in opened]
+        """Return the unsharded gradient buffers that the backward of the unit with index `unit_index` allocates."""
+        opened = self.buffers.flats.get(self.units[unit_index], ()) if self.units else ()
         return [each for flat in opened for each in self._unsharded(flat)]
 
     def _unsharded(self, flat: Flat) -> list[Temporary]:
@@ -342,9 +337,3 @@ class StageSnapshots:
 def _count_bytes(saved: Iterable[Saved]) -> int:
     """Return the total bytes of saved activations."""
     return sum(each.bytes for each in saved)
-
-
-def _is_saved_by_loss(saved: Saved) -> bool:
-    """Return True if the loss saved this activation. Such an activation is freed only at the end of the stage's
-    backward."""
-    return (saved.name.startswith("head.") and saved.name.endswith(".gradient")) or saved.name == "loss"

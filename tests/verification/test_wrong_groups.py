@@ -9,8 +9,8 @@ from meshwright.comm import collectives
 from meshwright.comm.faults import Fault
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
-from meshwright.comm.wrong_groups import list_axis_groups, make_wrong_groups
 from meshwright.layout import Layout
+from meshwright.verification.wrong_groups import list_axis_groups, make_wrong_groups
 
 
 def others(text: str, axis: str, equal: bool = True, alike: list | None = None) -> list[tuple[int, ...]]:
