@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.limits import is_finite_number, shorten_repr
 from meshwright.planner.hardware import calibration
 from meshwright.planner.hardware.calibration import Calibration
 from meshwright.planner.hardware.cluster import Cluster, cluster
+from meshwright.planner.hardware.values import read_number
 from meshwright.toml import format_toml, format_toml_value, parse_toml
 from meshwright.untrusted import read_file, read_json
 
@@ -92,7 +92,7 @@ def read_run(run: str | Path) -> RunFigures:
         )
     if measured.get("step_seconds") is None:
         raise UserError(f"{where}: no step was timed (the first two do not count); train for more steps")
-    seconds = _positive(predicted["step_seconds"], f"{where}: {RESULT}: predicted.step_seconds")
+    seconds = read_number(predicted["step_seconds"], f"{where}: {RESULT}: predicted.step_seconds")
     before = predicted.get("calibration")
     if before is not None:  # so that a factor is not found again on top of itself
         seconds /= calibration.read(before, f"{where}: {RESULT}: predicted").time_factor
@@ -102,16 +102,8 @@ def read_run(run: str | Path) -> RunFigures:
     peak, unexplained = _memory(predicted, measured)
     return RunFigures(
         str(run), device, str(found.get("layout")), seconds,
-        _positive(measured["step_seconds"], f"{where}: {RESULT}: measured.step_seconds"), peak, unexplained,
+        read_number(measured["step_seconds"], f"{where}: {RESULT}: measured.step_seconds"), peak, unexplained,
     )  # fmt: skip
-
-
-def _positive(value: Any, where: str) -> float:
-    """Return a value read from JSON as float. Raises `UserError` unless it is a finite number above 0. where: location
-    in the file, with which the error text begins."""
-    if not is_finite_number(value) or value <= 0:
-        raise UserError(f"{where} is damaged: {shorten_repr(value)} is not a number above 0")
-    return float(value)
 
 
 def _memory(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> tuple[int | None, int | None]:

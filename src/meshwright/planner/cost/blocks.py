@@ -13,6 +13,7 @@ from meshwright.planner.cost.dimensions import Dimensions, list_properties
 from meshwright.planner.cost.micro_batch import MicroBatch, layer_kind
 from meshwright.planner.cost.operators import Operator, Row, SavedTensor
 from meshwright.planner.cost.tables import parse_item, parse_tensor, select
+from meshwright.spec.stages import Stage
 from meshwright.toml import read_packaged_toml
 
 
@@ -44,9 +45,12 @@ def head_operators(batch: MicroBatch, keeps_gradient: bool) -> tuple[Operator, .
     return _cached(batch, ("encoder_head" if batch.config.encoder else "head", flags), flags)
 
 
-def prediction_input_operators(batch: MicroBatch) -> list[Operator]:
-    """Return the operators that compute the input of the multi-token-prediction layer."""
-    return list(read_operators(batch, "prediction"))
+def stage_operators(batch: MicroBatch, stage: Stage) -> list[Operator]:
+    """Return the operators of a pipeline stage in forward order: embedding, layers and head, as far as it has them."""
+    first = embedding_operators(batch) if stage.first else ()
+    last = head_operators(batch, True) if stage.last else ()
+    layers = (operator for layer in stage.layers for operator in layer_operators(batch, layer, not stage.first))
+    return [*first, *layers, *last]
 
 
 def _cached(

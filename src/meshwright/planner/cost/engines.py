@@ -143,8 +143,7 @@ def engine(name: str | Engine, *, compile: bool = False) -> Engine:
     """Return the training engine called `name`, such as "megatron"; an `Engine` as `name` is not looked up. compile:
     True to return its variant for blocks compiled by torch.compile. Raises `UserError` for an unknown name; the text
     suggests the most similar one."""
-    if isinstance(name, str):
-        if name not in ENGINES:
-            raise UserError(unknown("engine", name, ENGINES))
-        name = ENGINES[name]
-    return name.compiled() if compile else name
+    found = name if isinstance(name, Engine) else ENGINES.get(str(name))
+    if found is None:
+        raise UserError(unknown("engine", str(name), ENGINES))
+    return found.compiled() if compile else found

@@ -9,12 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from meshwright.planner.cost.blocks import (
-    embedding_operators,
-    head_operators,
-    layer_operators,
-    prediction_input_operators,
-)
+from meshwright.planner.cost.blocks import embedding_operators, head_operators, layer_operators, read_operators
 from meshwright.planner.cost.micro_batch import MicroBatch, Number, at_most, layer_kind
 from meshwright.planner.cost.operators import Operation, Operator
 from meshwright.spec.chunks import keeps_head_gradient
@@ -47,7 +42,7 @@ def prediction_operations(batch: MicroBatch, keeps_gradient: bool) -> list[Opera
     True if the forward already computes and saves the gradients of the head's input and weight."""
     if not batch.config.prediction_layers:
         return []
-    ends = [*prediction_input_operators(batch), *head_operators(batch, keeps_gradient)]
+    ends = [*read_operators(batch, "prediction"), *head_operators(batch, keeps_gradient)]
     return [*list_kernels(ends), *layer_operations(batch, batch.config.layers)]
 
 

@@ -7,7 +7,6 @@ table where that of its key `if` does; "@NAME" in a list stands for the items of
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Set
 from functools import cache
@@ -87,20 +86,29 @@ def holds(condition: str, true: Set[str]) -> bool:
 @cache
 def _parse_size(size: str) -> tuple[tuple[str | float, ...], ...]:
     """Parse a formula of a size, such as "2 tokens width + tokens", into the terms of its sum. Each term is a tuple of
-    factors: numbers, and names of dimensions."""
+    factors: numbers, and names of dimensions; a name that begins with "/" divides."""
     number = re.compile(r"-?\d+(\.\d+)?")
     return tuple(
         tuple(float(each) if "." in each else int(each) if number.fullmatch(each) else each for each in term.split())
-        for term in size.split(" + ")
+        for term in size.replace("/ ", "/").split(" + ")
     )
 
 
 def compute_size(size: str, dimensions: Mapping[str, Number]) -> Number:
-    """Return the value of a formula such as "2 tokens width + tokens hidden", a sum of products. dimensions: {name:
-    value}."""
-    return sum(
-        math.prod(dimensions[each] if isinstance(each, str) else each for each in term) for term in _parse_size(size)
-    )
+    """Return the value of a formula such as "2 tokens width + tokens hidden", a sum of products. A factor "/ tp"
+    divides the product before it by the dimension, and rounds down. dimensions: {name: value}."""
+    return sum(_compute_product(term, dimensions) for term in _parse_size(size))
+
+
+def _compute_product(factors: tuple[str | float, ...], dimensions: Mapping[str, Number]) -> Number:
+    """Return the product of the factors of a term. dimensions: {name: value}."""
+    found: Number = 1
+    for each in factors:
+        if isinstance(each, str) and each[0] == "/":
+            found = found // dimensions[each[1:]]
+        else:
+            found = found * (dimensions[each] if isinstance(each, str) else each)
+    return found
 
 
 def parse_tensor(item: Item) -> SavedTensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.limits import make_limit_error, shorten_repr
+from meshwright.limits import is_finite_number, make_limit_error, shorten_repr
 from meshwright.names import check_options
 from meshwright.planner.cost import engines
 from meshwright.planner.cost.engines import Engine
@@ -158,7 +157,7 @@ def problem_of(
             raise UserError(f"{name}: takes a whole number, at least 1, not {shorten_repr(value)}")
         if problem := make_limit_error(name, value):
             raise UserError(problem)
-    if isinstance(documents, bool) or not 1 <= documents <= sys.float_info.max:
+    if not is_finite_number(documents) or documents < 1:
         raise UserError(f"documents: takes a number, at least 1, not {shorten_repr(documents)}")
     if documents > sequence:
         raise UserError(f"documents {documents:g}: a sequence of {sequence} tokens has at most {sequence} documents")
