@@ -16,7 +16,7 @@ from meshwright.planner.hardware import process_constants
 from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.hardware.machine_profile import VERSION
 from meshwright.planner.hardware.process_constants import ProcessConstants, ProcessKey
-from meshwright.planner.memory.ledger import Item, Ledger
+from meshwright.planner.memory.ledger import Allocation, Ledger
 from meshwright.planner.search.estimate import problem_of
 from meshwright.planner.search.search import search
 from meshwright.planner.show.text import estimate_text
@@ -97,8 +97,8 @@ def trainer(layout: str = "dp1 fp32", *, compiled: bool = False, experts: int = 
 
 def peak_of(*tensors: int) -> Ledger:
     """A ledger of 8 MiB of model states and tensors of these sizes."""
-    items = [Item("parameters", "all", (2 * MIB,), "float32", 8 * MIB, None, "start", "end")]
-    items += [Item("activations", "x", (size,), "uint8", size, 0, "forward", "backward") for size in tensors]
+    items = [Allocation("parameters", "all", (2 * MIB,), "float32", 8 * MIB, None, "start", "end")]
+    items += [Allocation("activations", "x", (size,), "uint8", size, 0, "forward", "backward") for size in tensors]
     return Ledger(tuple(items), sum(item.bytes for item in items), "backward", 8 * MIB)
 
 

@@ -22,7 +22,7 @@ from meshwright.monitoring.memory import (
     read_resident_bytes,
 )
 from meshwright.planner.hardware.process_constants import ProcessConstants
-from meshwright.planner.memory.ledger import Item, Ledger
+from meshwright.planner.memory.ledger import Allocation, Ledger
 
 if TYPE_CHECKING:
     from meshwright.training.language_model import LanguageModelTask
@@ -86,7 +86,7 @@ def _import_step_modules(trainer: Trainer) -> None:
         importlib.import_module("torch._dynamo")
 
 
-def _count_heap_bytes(items: tuple[Item, ...]) -> int:
+def _count_heap_bytes(items: tuple[Allocation, ...]) -> int:
     """Return the total bytes of the tensors in `items` that malloc places on its heap, because they are too small to be
     mapped one by one. items: entries of a memory ledger.
     """

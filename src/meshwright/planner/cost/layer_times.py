@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshwright.layout import Layout
 from meshwright.planner.cost.blocks import embedding_operators, head_operators, layer_operators
 from meshwright.planner.cost.communication import (
     Array,
@@ -65,10 +66,23 @@ def micro_batch_of(problem: Problem, candidates: Sequence[StageCandidate], **opt
     axes = {axis: np.array([getattr(layout, axis) for layout in layouts]) for axis in ("tp", "cp", "ep", "etp")}
     sizes: dict[str, Any] = {"rows": np.array([one.rows for one in candidates]), "responses": int(problem.pairs)} | axes
     return MicroBatch(
-        problem.config, layouts[0], sequence=problem.sequence, dtype=DTYPES[problem.precision], engine=problem.engine,
-        kernel=attention_kernel(problem.engine, problem.cluster, problem.config), documents=problem.documents,
-        eight_bit=problem.precision == "fp8", **(sizes | options),
-    )  # fmt: skip
+        problem.config, layouts[0], sequence=problem.sequence, **_list_settings(problem), **(sizes | options)
+    )
+
+
+def micro_batch_of_layout(problem: Problem, layout: Layout) -> MicroBatch:
+    """Return the micro-batch of a planning problem under one layout; its sizes are numbers."""
+    rows = problem.batch // (layout.dp * layout.micro_batches)
+    return MicroBatch.of(problem.config, layout, rows, problem.sequence, **_list_settings(problem))
+
+
+def _list_settings(problem: Problem) -> dict[str, Any]:
+    """Return the fields of `MicroBatch` that are equal for all layouts of a planning problem."""
+    return {
+        "dtype": DTYPES[problem.precision], "engine": problem.engine, "documents": problem.documents,
+        "kernel": attention_kernel(problem.engine, problem.cluster, problem.config),
+        "eight_bit": problem.precision == "fp8",
+    }  # fmt: skip
 
 
 class LayerTimes:
@@ -157,10 +171,9 @@ class LayerTimes:
         backward directly follows its forward."""
         if self.problem.pairs:
             return np.zeros(len(index), dtype=bool)
-        vocabulary = self.problem.config.vocabulary
         tokens = self.rows[index] * self.problem.sequence // self.cp[index]
-        widest = np.minimum(-(-vocabulary // self.tp[index]), vocabulary)
-        kept = keeps_head_gradient(tokens, widest, layers, "none", at_once)
+        vocabulary = -(-self.problem.config.vocabulary // self.tp[index])
+        kept = keeps_head_gradient(tokens, vocabulary, layers, "none", at_once)
         return np.where(self.full[index], at_once, kept)
 
     def message_bytes(self, index: Array) -> Floats:

@@ -11,9 +11,10 @@ import numpy as np
 
 from meshwright.layout import Layout
 from meshwright.planner.cost.engines import ENGINES, AttentionKernel, Engine
-from meshwright.spec.chunks import pad_document_count
+from meshwright.spec.chunks import pad_document_count, split_loss_chunks
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
+from meshwright.spec.policy import SLICE_LOGITS
 from meshwright.spec.work import count_predictions
 
 Starts = tuple[tuple[int, ...], ...]
@@ -267,6 +268,15 @@ class MicroBatch:
                 // self.cp
             )
         return count_predictions(self.config, self.rows, self.tokens)
+
+    @property
+    def loss_chunks(self) -> list[int]:
+        """Numbers of tokens of the chunks in which the loss is computed."""
+        return split_loss_chunks(self.predictions, self.vocabulary, self.device)
+
+    def loss_slice(self, tokens: int) -> int:
+        """Return the number of tokens of a chunk whose logits are in float32 at once. tokens: tokens of the chunk."""
+        return tokens if self.device != "cpu" else min(tokens, max(1, SLICE_LOGITS // self.vocabulary))
 
     def load(self, layer: int) -> Routed:
         """Return the numbers of token copies that this rank receives and computes in the mixture of experts of layer

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from meshwright.planner.cost.blocks import embedding_operators, head_operators, layer_operators, read_operators
-from meshwright.planner.cost.micro_batch import MicroBatch, Number, at_most, layer_kind
+from meshwright.planner.cost.micro_batch import MicroBatch, Number, layer_kind
 from meshwright.planner.cost.operators import Operation, Operator
 from meshwright.spec.chunks import keeps_head_gradient
 from meshwright.spec.stages import Stage
@@ -50,8 +50,7 @@ def keeps_gradient(batch: MicroBatch, layers: int, at_once: bool) -> bool:
     """Return True if the forward of the last stage already computes the gradients of the head and saves them; False if
     the backward computes the logits again. layers: number of layers in the last stage; at_once: True if its backward
     directly follows its forward."""
-    widest = at_most(batch.vocabulary, batch.config.vocabulary)
-    found: bool = keeps_head_gradient(batch.all_tokens, widest, layers, batch.layout.recompute, at_once)
+    found: bool = keeps_head_gradient(batch.all_tokens, batch.vocabulary, layers, batch.layout.recompute, at_once)
     return found
 
 

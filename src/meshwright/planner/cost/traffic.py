@@ -8,7 +8,7 @@ Bytes of an operation over n ranks on a vector of b bytes, which are also the le
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from meshwright.layout import Layout
@@ -19,7 +19,6 @@ from meshwright.planner.cost.operators import CollectiveCall
 from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.program.pipeline import COMPUTING, Kind
 from meshwright.schedules.transfers import with_transfers
-from meshwright.spec.chunks import split_loss_chunks
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.distillation import make_teacher_layout
 from meshwright.spec.parameter_entries import AXES_OF
@@ -64,7 +63,6 @@ class _StepTraffic(DataCalls):
         self.stages = self.partition.stages
 
         self.rows = work.batch // (layout.dp * layout.micro_batches)
-        self.tokens = self.rows * work.sequence // layout.cp  # of a micro-batch, on this rank of cp
         dtype = {8: "float64", 4: "float32", 2: "bfloat16"}[work.parameter_bytes]
         self.micro_batch = MicroBatch.of(
             config, layout, self.rows, work.sequence, dtype=dtype, device=work.device, responses=work.responses
@@ -141,16 +139,11 @@ class _StepTraffic(DataCalls):
         """Count the bytes that this rank sends in the distillation loss's all-reduces over tp for `count`
         micro-batches. teacher: sizes of the teacher."""
         at, tp = self.micro_batch, self.layout.tp
-        for chunk in self.list_loss_chunks():
+        for chunk in at.loss_chunks:
             for site, numbers in teacher.list_sums(self.layout):
                 self.count_call(site, "tp", "all-reduce", tp, numbers * chunk * at.wide, count)
         if teacher.projected and self.layout.tensor_sequence_parallel:
             self.count_call("distill.hidden", "tp", "all-reduce", tp, at.wide, count)
-
-    def list_loss_chunks(self) -> Iterable[int]:
-        """Return the numbers of tokens of the chunks in which the loss is computed."""
-        widest = min(self.micro_batch.vocabulary, self.config.vocabulary)
-        return split_loss_chunks(self.tokens, widest, self.work.device)
 
     def count_collective(self, call: CollectiveCall, site: str, size: int, times: int) -> None:
         """Count the bytes that this rank sends in `times` calls of an operator's collective. site: call site; size:
@@ -160,7 +153,7 @@ class _StepTraffic(DataCalls):
         if call.operation == "send":
             self.sent[site, axis] += times * size
         elif axis == "tp" and site.startswith("loss."):  # once for each chunk of the loss
-            for chunk in self.list_loss_chunks():
+            for chunk in self.micro_batch.loss_chunks:
                 self.count_call(site, axis, call.operation, ranks, chunk * self.micro_batch.wide, times)
         else:
             self.count_call(site, axis, call.operation, ranks, size, times)

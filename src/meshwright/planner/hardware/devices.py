@@ -1,4 +1,4 @@
-"""Accelerators: published peaks (dense), memory and links, from the catalogue `devices.toml`, which names their sources."""
+"""Accelerators: published peaks (dense), memory and links, from the catalogue `devices.toml`, which has the sources."""
 
 from __future__ import annotations
 

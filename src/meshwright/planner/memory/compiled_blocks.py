@@ -16,7 +16,7 @@ from meshwright.planner.cost.micro_batch import MicroBatch, layer_kind
 from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.cost.tables import Item, holds, parse_tensor, select, select_items
 from meshwright.planner.memory.inductor import Buffer, Kernel, find_peak
-from meshwright.planner.memory.snapshot import Temporary
+from meshwright.planner.memory.snapshot import Allocation
 from meshwright.planner.memory.temporaries import ring_backward, tiled_backward
 from meshwright.toml import read_packaged_toml
 
@@ -202,7 +202,7 @@ class CompiledBlock:
         category = "gradients" if name.startswith("weight gradient") else "activations"
         return Buffer(name, kind, self.bytes(name), category, operator)
 
-    def _inside(self, verb: str) -> Iterator[Temporary]:
+    def _inside(self, verb: str) -> Iterator[Allocation]:
         """Yield the temporary allocations inside an operator that inductor calls. verb: "ring" or "tiles" for kinds of
         attention; nothing is yielded for other operators."""
         if verb == "ring":

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from meshwright.planner.memory.snapshot import Temporary
+from meshwright.planner.memory.snapshot import Allocation
 
 
 class Buffer(NamedTuple):
@@ -39,7 +39,7 @@ class Kernel(NamedTuple):
     reads: tuple[str, ...]
     makes: tuple[Buffer, ...]
     over: Mapping[str, str] = {}
-    inside: tuple[Temporary, ...] = ()
+    inside: tuple[Allocation, ...] = ()
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class KernelMemory:
     name: str
     buffers: dict[str, Buffer] = field(default_factory=dict)
     gone: int = 0
-    inside: tuple[Temporary, ...] = ()
+    inside: tuple[Allocation, ...] = ()
 
     @property
     def bytes(self) -> int:

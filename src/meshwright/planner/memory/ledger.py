@@ -17,7 +17,7 @@ from meshwright.planner.cost.micro_batch import MicroBatch, Routed, Starts
 from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.memory.compiled_blocks import can_predict_compiled
 from meshwright.planner.memory.saved import position_tables, saved_activations
-from meshwright.planner.memory.snapshot import BackwardState, Buffers, Reduction, Snapshot
+from meshwright.planner.memory.snapshot import Allocation, BackwardState, Buffers, Reduction, Snapshot
 from meshwright.planner.memory.stage_snapshots import StageSnapshots
 from meshwright.planner.memory.states import flats_of, gradient_buffers, list_states
 from meshwright.planner.memory.teacher import TeacherMemory
@@ -78,34 +78,17 @@ these architectures, and of all others (aten/src/ATen/cuda/CublasHandlePool.cpp,
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """One tensor in memory at the peak, or several equal tensors. category: such as "activations"; shape, dtype: of
-    each tensor; bytes: of all tensors together; stage: pipeline stage, None if the tensors belong to none; first, last:
-    events between which they are allocated, such as "forward"."""
-
-    category: str
-    name: str
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
-    bytes: int = 0
-    stage: int | None = None
-    first: str = "start"
-    last: str = "end"
-
-
-@dataclass(frozen=True, slots=True)
 class Ledger:
     """Itemised memory of one rank at the peak of a training step.
 
-    items: tensors at the peak. peak_bytes: sum of the items, without the category "framework", which torch's allocator
-    does not count. peak_snapshot: name of the memory snapshot (point in time) at the peak. between_steps: bytes of
-    persistent memory. framework: (least, most) bytes of the CUDA context. compiled: True if every layer is predicted as
-    compiled by torch.compile."""
+    items: tensors at the peak. peak_bytes: sum of the items. peak_snapshot: name of the memory snapshot (point in time)
+    at the peak. between_steps: bytes of persistent memory. framework: (least, most) bytes of the CUDA context, which
+    torch's allocator does not count. compiled: True if every layer is predicted as compiled by torch.compile."""
 
-    items: tuple[Item, ...]
+    items: tuple[Allocation, ...]
     peak_bytes: int
     peak_snapshot: str
-    between_steps: int
+    between_steps: int = 0
     framework: tuple[int, int] = (0, 0)
     compiled: bool = False
 
@@ -114,6 +97,7 @@ class Ledger:
         found = dict.fromkeys(CATEGORIES, 0)
         for item in self.items:
             found[item.category] += item.bytes
+        found["framework"] = self.framework[1]
         return found
 
 
@@ -235,30 +219,27 @@ class _StepReplay:
         items = [*stay, *self._snapshot_items(peak_snapshot, others)]
         total = base + transient
         framework = (0, 0) if self.batch.device == "cpu" else (int(CUDA_CONTEXT[0]), int(CUDA_CONTEXT[1]))
-        items += [Item("framework", "CUDA context", bytes=framework[1]), Item("unexplained", "not itemised")]
-        assert sum(item.bytes for item in items) == total + framework[1]
+        assert sum(item.bytes for item in items) == total
         return Ledger(
             tuple(items), total, peak_snapshot.name, base, framework, self.compiled and can_predict_compiled(self.batch)
         )
 
-    def _whole_step_items(self) -> Iterator[Item]:
+    def _whole_step_items(self) -> Iterator[Allocation]:
         """Yield the tensors allocated during the whole step: model states, position tables, batch, cuBLAS workspaces
         ..."""
         for state in self.states:
             category = CATEGORY_OF_STATE[state.kind]
-            yield Item(category, state.name, (state.numel,), state.dtype, state.bytes)
+            yield Allocation(category, state.name, (state.numel,), state.dtype, state.bytes)
         if any(stage.layers for stage in self.partition.stages_on(self.place["pp"])):
-            for table in position_tables(self.config, self.batch.sequence, self.batch.dtype):
-                yield Item("workspace", table.name, table.shape, table.dtype, table.bytes)
-        for each in self.teacher.list_tensors(self.place["pp"]) if self.teacher else ():
-            yield Item(each.category, each.name, bytes=each.bytes)
+            yield from position_tables(self.config, self.batch.sequence, self.batch.dtype)
+        yield from self.teacher.list_tensors(self.place["pp"]) if self.teacher else ()
         for way in ("forward", "backward") if self.workspace else ():
-            yield Item("workspace", f"cuBLAS, {way}", (self.workspace,), "uint8", self.workspace)
+            yield Allocation("workspace", f"cuBLAS, {way}", (self.workspace,), "uint8", self.workspace)
         shape = self.layout.micro_batches * self.batch.rows, self.batch.tokens
         targets = (shape[0],) if self.config.head == "classes" else shape
         documents = [("batch.documents", (shape[0], self.batch.sequence))] if self.batch.masked else []
         for name, of in (("batch.tokens", shape), ("batch.targets", targets), *documents):
-            yield Item("workspace", name, of, "int64", 8 * math.prod(of), None, "start of step", "end of step")
+            yield Allocation("workspace", name, of, "int64", 8 * math.prod(of), None, "start of step", "end of step")
 
     def _step_peaks(self, alive: dict[tuple[str, str, int], int]) -> Iterator[tuple[_StepPeak, int]]:
         """Yield (memory peak of a pass, bytes allocated outside this pass) for each forward and backward of the
@@ -377,7 +358,7 @@ class _StepReplay:
         """Return this rank's steps of the pipeline program (forwards, backwards, sends, receives), in order."""
         return list_rank_steps(self.program, self.place["pp"])
 
-    def _snapshot_items(self, snapshot: Snapshot, others: Mapping[tuple[str, str, int], int]) -> Iterator[Item]:
+    def _snapshot_items(self, snapshot: Snapshot, others: Mapping[tuple[str, str, int], int]) -> Iterator[Allocation]:
         """Yield the ledger items at a snapshot, without items that are allocated during the whole step. others:
         {(category, name, stage): bytes} of the tensors of other micro-batches."""
         for (category, name, of), size in others.items():
@@ -386,11 +367,10 @@ class _StepReplay:
                 count = size // part.saved_bytes
                 for each in part.saved:
                     title = each.name if count == 1 else f"{each.name} x {count}"
-                    yield Item(category, title, each.shape, each.dtype, each.bytes * count, of, "forward", "backward")
-                continue
-            yield Item(category, f"stage {of}: {name}", (), "", size, of, "forward", "backward")
-        stage = snapshot.stage
+                    yield each._replace(name=title, bytes=each.bytes * count, stage=of)
+            else:
+                yield Allocation(category, f"stage {of}: {name}", (), "", size, of, "forward", "backward")
         for each in snapshot.list_saved():
-            yield Item("activations", each.name, each.shape, each.dtype, each.bytes, stage, "forward", "backward")
-        for extra in snapshot.temporaries:
-            yield Item(extra.category, extra.name, (), "", extra.bytes, stage, snapshot.name, snapshot.name)
+            yield each._replace(stage=snapshot.stage)
+        for each in snapshot.temporaries:
+            yield each._replace(stage=snapshot.stage, first=snapshot.name, last=snapshot.name)

@@ -20,8 +20,7 @@ from meshwright.planner.cost.operations import keeps_gradient
 from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.cost.tables import Item, parse_tensor, select_items
 from meshwright.planner.memory import compiled_blocks, compiled_peaks
-from meshwright.planner.memory.snapshot import Saved
-from meshwright.spec.chunks import split_loss_chunks
+from meshwright.planner.memory.snapshot import Allocation
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.stages import Stage
 from meshwright.toml import read_packaged_toml
@@ -29,7 +28,7 @@ from meshwright.toml import read_packaged_toml
 
 def saved_activations(
     batch: MicroBatch, stage: Stage, *, at_once: bool = True, tp_rank: int = 0, compiled: bool = False
-) -> list[Saved]:
+) -> list[Allocation]:
     """Return the activations of one micro-batch that a rank saves for the backward in a pipeline stage.
 
     at_once: True if the stage's backward directly follows its forward; tp_rank: rank along tp; compiled: True if layers
@@ -38,18 +37,19 @@ def saved_activations(
     found = []
     for each in _tensors(batch, stage, at_once, tp_rank, compiled):
         dtype = types[each.kind]
-        found.append(Saved(each.name, each.shape, dtype, math.prod(each.shape) * ITEM_BYTES[dtype]))
+        size = math.prod(each.shape) * ITEM_BYTES[dtype]
+        found.append(Allocation("activations", each.name, each.shape, dtype, size, None, "forward", "backward"))
     return found
 
 
-def position_tables(config: ModelConfig, sequence: int, parameter_dtype: str = "float32") -> list[Saved]:
+def position_tables(config: ModelConfig, sequence: int, parameter_dtype: str = "float32") -> list[Allocation]:
     """Return the cosine and sine tables of rotary positions for `sequence` tokens, rounded up to a power of two. The
     list is empty for models without rotary positions. parameter_dtype: torch's type name."""
-    dtype, found = element_types(parameter_dtype)["wide"], list[Saved]()
+    dtype, found = element_types(parameter_dtype)["wide"], list[Allocation]()
     for rotation in config.rotations(range(config.layers)):
         shape = 1 << (sequence - 1).bit_length(), rotation.size // 2
         size = math.prod(shape) * ITEM_BYTES[dtype]
-        found += [Saved(f"rotation.table.{part}", shape, dtype, size) for part in ("cosine", "sine")]
+        found += [Allocation("workspace", f"rotation.table.{part}", shape, dtype, size) for part in ("cosine", "sine")]
     return found
 
 
@@ -171,10 +171,7 @@ def _head(batch: MicroBatch, stage: Stage, at_once: bool, tp_rank: int) -> Itera
     """Yield the tensors that the loss saves; for an encoder, also those of the transform, or of pooler and classifier,
     before the loss. at_once: True if the stage's backward directly follows its forward; tp_rank: rank along tp."""
     config, kind = batch.config, layer_kind(batch.config, 0)
-    count, width = batch.all_tokens, at_most(batch.vocabulary, config.vocabulary)
-    if config.encoder:
-        count, width = batch.predictions, config.vocabulary
-    several = not isinstance(count, np.ndarray) and len(split_loss_chunks(count, width, batch.device)) > 1
+    several = not isinstance(batch.predictions, np.ndarray) and len(batch.loss_chunks) > 1
     keeps = not batch.responses and not config.encoder and keeps_gradient(batch, len(stage.layers), at_once)
     # The last ranks along tp may have fewer rows of the head.
     rows = at_least(at_most(config.vocabulary - tp_rank * batch.vocabulary, batch.vocabulary), 0)

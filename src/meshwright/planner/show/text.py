@@ -10,7 +10,7 @@ from meshwright.layout import Layout
 from meshwright.planner.calibrate import RunFigures
 from meshwright.planner.cost.bounds import StepProperties, bound_seconds
 from meshwright.planner.hardware.calibration import Calibration
-from meshwright.planner.memory.ledger import Item
+from meshwright.planner.memory.ledger import Allocation
 from meshwright.planner.memory.rank_memory import RankMemory, merge_layers
 from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate, model_document
@@ -267,7 +267,7 @@ def ledger_text(memory: RankMemory, width: int = WIDE) -> str:
     return "\n".join([title, *format_narrow_table(rows, width, ("category", "stage", "lifetime", "dtype", "shape"))])
 
 
-def tensor_rows(items: Sequence[Item], unit: Unit) -> list[tuple[str, ...]]:
+def tensor_rows(items: Sequence[Allocation], unit: Unit) -> list[tuple[str, ...]]:
     """Return the rows of a table of tensors (`items`), the header first. Cells: name, category, shape, dtype, size in
     `unit`, stage, and the events between which the tensor is allocated ("temporary" if both events are the same)."""
     rows: list[tuple[str, ...]] = [("tensor", "category", "shape", "dtype", unit.name, "stage", "lifetime")]
@@ -306,7 +306,7 @@ def explain_text(layout: Layout, pp_rank: int, rows: Sequence[OperationTime], wi
     head = ("operation", "phase", "count", "shape", "GFLOP", "MB", "FLOP/byte", "bound by", "ms", "share")
     shown = [
         (
-            row.name, row.phase, f"{row.count:g}", shape_text(row.shape),
+            row.operation, row.phase, f"{row.count:g}", shape_text(row.shape),
             f"{row.flops / 1e9:,.1f}", f"{row.bytes / 1e6:,.1f}", f"{row.intensity:,.0f}", row.bound,
             f"{row.seconds * 1e3:,.3f}", f"{row.share:.1%}",
         )
