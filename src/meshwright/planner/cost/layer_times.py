@@ -19,7 +19,6 @@ from meshwright.planner.cost.communication import (
     sum_parameters,
     timed_calls,
 )
-from meshwright.planner.cost.engines import Engine
 from meshwright.planner.cost.micro_batch import DTYPES, ITEM_BYTES, MicroBatch, layer_examples, layer_kind, structure
 from meshwright.planner.cost.operations import layer_operations, list_kernels, prediction_operations
 from meshwright.planner.cost.operators import CollectiveCall, Operation
@@ -40,12 +39,6 @@ UNCORRECTED = np.ones(len(MICRO_BATCH_PARTS))
 _PART = {part: number for number, part in enumerate(MICRO_BATCH_PARTS)}
 _PHASE = {"forward": 0, "recompute": 1, "input": 1, "weight": 2}
 _CORE = ("attention.core", "attention.scores", "attention.softmax", "attention.values", "attention.gradients")
-
-
-def gradient_bytes(engine: Engine, itemsize: int) -> int:
-    """Return the bytes of one gradient element in reductions between ranks. itemsize: bytes of an element of
-    parameters; gradients of parameters of 4 bytes have 4 bytes under every engine."""
-    return (engine.reduced_bytes or engine.gradient_bytes) if itemsize == 2 else 4
 
 
 def group_by_structure(config: ModelConfig, candidates: Sequence[StageCandidate]) -> Iterator[Array]:
@@ -108,6 +101,9 @@ class LayerTimes:
         """Predict the times of all candidates. step_factors [parts]: factor by which each part takes longer in a step
         than its operations timed alone."""
         self.problem, self.candidates = problem, list(candidates)
+        self.dtype, engine = DTYPES[problem.precision], problem.engine
+        self.itemsize = ITEM_BYTES[self.dtype]
+        self.gradient_bytes = (engine.reduced_bytes or engine.gradient_bytes) if self.itemsize == 2 else 4
         self.collectives = Collectives(problem.cluster)
         self.rates = Rates.of(problem.cluster, problem.precision, problem.engine.fusion)
         self.examples = layer_examples(problem.config)
@@ -144,21 +140,6 @@ class LayerTimes:
         for name in ("layer", "first", "last"):
             setattr(found, name, getattr(self, name).sum(axis=-2, keepdims=True))
         return found
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element of activations and parameters."""
-        return ITEM_BYTES[self.dtype]
-
-    @property
-    def dtype(self) -> str:
-        """Torch's type name of parameters."""
-        return DTYPES[self.problem.precision]
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of an element of gradients in reductions between ranks."""
-        return gradient_bytes(self.problem.engine, self.itemsize)
 
     def layer_counts(self, stages: Sequence[Stage]) -> Array:
         """Return the numbers of layers of each kind in pipeline stages: [stages, kinds]."""

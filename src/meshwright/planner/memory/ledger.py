@@ -23,7 +23,6 @@ from meshwright.planner.memory.states import flats_of, gradient_buffers, list_st
 from meshwright.planner.memory.teacher import TeacherMemory
 from meshwright.program.consumed_sends import (
     Row,
-    Value,
     compute_carried_value,
     compute_read_value,
     find_consumed_sends,
@@ -56,7 +55,7 @@ WAITING, FOLLOWED, QUEUE = "waits for its backward", "its backward follows", "qu
 # As plain numbers: programs have tens of thousands of steps, and enumeration members are slow.
 _FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT = map(int, COMPUTING)
 _COMPUTING, _ARRIVING = frozenset(map(int, COMPUTING)), frozenset(map(int, ARRIVING))
-_SENT, _RECEIVED = "pipeline tensor to send", "received pipeline tensor"
+_SENT, _RECEIVED = ("communication", "pipeline tensor to send"), ("communication", "received pipeline tensor")
 
 REPEATING = (
     "1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe", "dualpipe-v",
@@ -168,11 +167,10 @@ def shorten_repeating_schedule(layout: Layout) -> Layout:
 
 class _StepPeak(NamedTuple):
     """Memory peak of one forward or backward of the schedule. snapshot: memory snapshot at the peak; bytes: its size;
-    before, leaves: gradient reductions in flight when the pass begins and when it ends."""
+    leaves: gradient reductions in flight when the pass ends."""
 
     snapshot: Snapshot
     bytes: int
-    before: tuple[Reduction, ...]
     leaves: tuple[Reduction, ...]
 
 
@@ -195,8 +193,7 @@ class _StepReplay:
         self.flats = flats_of(self.table, layout, self.units)
         self.states = list(list_states(self.flats, batch.dtype, batch.sum_dtype, options.get("optimizer", "adamw")))
         self.stages: dict[tuple[int, bool], StageSnapshots] = {}
-        self._same: dict[tuple[Reduction, ...], tuple[Reduction, ...]] = {}
-        self._peaks: dict[tuple[int, int, bool, bool, int], _StepPeak] = {}
+        self._peaks: dict[tuple[object, ...], _StepPeak] = {}
         self.split = any(kind == _INPUT_GRADIENT for _, kind, *_ in self._steps())
         if self.split and any(map(config.has_experts, range(config.layers))):
             self.compiled = False  # what experts leave for later cuts a compiled block into pieces
@@ -208,14 +205,7 @@ class _StepReplay:
         """Return the ledger of all tensors at the step's memory peak."""
         stay = list(self._whole_step_items())
         base = sum(item.bytes for item in stay)
-        best: tuple[int, Snapshot | None, dict[tuple[str, str, int], int]] = (0, None, {})
-        alive: dict[tuple[str, str, int], int] = {}
-        for (snapshot, size, *_), now in self._step_peaks(alive):
-            here = now + size
-            if best[1] is None or here > best[0]:
-                best = here, snapshot, dict(alive)
-        transient, peak_snapshot, others = best
-        assert peak_snapshot is not None
+        transient, peak_snapshot, others = max(self._replay_steps(), key=lambda each: each[0])
         items = [*stay, *self._snapshot_items(peak_snapshot, others)]
         total = base + transient
         framework = (0, 0) if self.batch.device == "cpu" else (int(CUDA_CONTEXT[0]), int(CUDA_CONTEXT[1]))
@@ -241,61 +231,42 @@ class _StepReplay:
         for name, of in (("batch.tokens", shape), ("batch.targets", targets), *documents):
             yield Allocation("workspace", name, of, "int64", 8 * math.prod(of), None, "start of step", "end of step")
 
-    def _step_peaks(self, alive: dict[tuple[str, str, int], int]) -> Iterator[tuple[_StepPeak, int]]:
-        """Yield (memory peak of a pass, bytes allocated outside this pass) for each forward and backward of the
-        schedule. alive: {(category, name, stage): bytes} of the tensors outside the pass; updated before each yield."""
+    def _replay_steps(self) -> Iterator[tuple[int, Snapshot, Mapping[tuple[str, str, int], int]]]:
+        """Yield (bytes, memory snapshot, other allocations) at the memory peak of each forward and backward of the
+        schedule. Other allocations, outside the pass: {(category, name, stage): bytes}."""
         rank, last, placement = self.place["pp"], self.program.stages - 1, self.program.placement
         answers = find_consumed_sends(self.program, rank)
-        left = dict(self.passes)
-        at_once = self._followed_at_once()
-        stream = self.batch.stream_bytes
-        leaving: dict[Value, int] = {}
-        now = 0
-
-        def change(category: str, name: str, stage: int, size: int) -> None:
-            """Add `size` bytes (negative: free) to the entry (category, name, stage) of `alive`."""
-            nonlocal now
-            key = category, name, stage
-            now += size
-            size += alive.get(key, 0)
-            assert size >= 0, (key, size)
-            if size:
-                alive[key] = size
-            else:
-                alive.pop(key, None)
-
+        left, at_once, stream = dict(self.passes), self._followed_at_once(), self.batch.stream_bytes
+        alive: Counter[tuple[str, str, int]] = Counter()
         in_flight: tuple[Reduction, ...] = ()
         for at, kind, stage, replica, micro_batch in self._steps():
             if kind not in _COMPUTING:
-                value = compute_carried_value(kind, stage, replica, micro_batch)
                 if kind in _ARRIVING:
-                    change("communication", _RECEIVED, value[2], stream)
-                else:
-                    leaving[value] = stream
+                    alive[*_RECEIVED, compute_carried_value(kind, stage, replica, micro_batch)[2]] += stream
                 continue
             followed = (stage, replica, micro_batch) in at_once
             part = self.stage(stage, followed)
-            what = compute_read_value(last, kind, stage, replica, micro_batch)
             for value in answers.get(at, ()):
-                change("communication", _SENT, value[2], -leaving.pop(value))
+                alive[*_SENT, value[2]] -= stream
+            what = compute_read_value(last, kind, stage, replica, micro_batch)
             if what is not None:  # it becomes the stage's input, or the gradient that its snapshots count
                 here = placement[what[1]][what[2]] == rank
-                change("communication", _SENT if here else _RECEIVED, what[2], -stream)
-            kept = FOLLOWED if followed else WAITING
+                alive[*(_SENT if here else _RECEIVED), what[2]] -= stream
+            kept = "activations", FOLLOWED if followed else WAITING, stage
             if kind in (_BACKWARD, _INPUT_GRADIENT):
                 left[stage] -= 1
-                change("activations", kept, stage, -part.saved_bytes)
+                alive[kept] -= part.saved_bytes
             later, over = self.passes[stage] - left[stage] > 1, left[stage] == 0
             highest = self._find_peak(part, kind, later, over, in_flight)
-            yield highest, now
+            yield sum(alive.values()) + highest.bytes, highest.snapshot, dict(alive)
             if kind == _FORWARD:
-                change("activations", kept, stage, part.saved_bytes)
+                alive[kept] += part.saved_bytes
             elif kind != _BACKWARD:
-                change("activations", QUEUE, stage, part.queue if kind == _INPUT_GRADIENT else -part.queue)
+                alive["activations", QUEUE, stage] += part.queue if kind == _INPUT_GRADIENT else -part.queue
             in_flight = highest.leaves
             makes = kind == _FORWARD and stage < last
             if makes or (kind in (_BACKWARD, _INPUT_GRADIENT) and stage > 0):
-                change("communication", _SENT, stage, stream)
+                alive[*_SENT, stage] += stream
 
     def _find_peak(
         self, snapshots: StageSnapshots, kind: int, later: bool, over: bool, before: tuple[Reduction, ...]
@@ -303,7 +274,7 @@ class _StepReplay:
         """Return the memory peak of one pass of a stage. snapshots: generator of the stage's memory snapshots; kind:
         forward, backward, input-gradient or weight-gradient pass; later: False for the stage's first backward of the
         step; over: True for its last backward; before: gradient reductions in flight when the pass begins."""
-        key = id(snapshots), kind, later, over, id(before)
+        key = snapshots, kind, later, over, before
         if key not in self._peaks:
             state = BackwardState(later, over, before)
             if kind == _FORWARD:
@@ -321,8 +292,7 @@ class _StepReplay:
             else:
                 half = None if kind == _BACKWARD else kind == _WEIGHT_GRADIENT
                 leaves = (*before, *snapshots.started_reductions(state, half))[-REDUCTIONS_IN_FLIGHT:]
-                leaves = self._same.setdefault(leaves, leaves)
-            self._peaks[key] = _StepPeak(snapshot, snapshot.bytes, before, leaves)
+            self._peaks[key] = _StepPeak(snapshot, snapshot.bytes, leaves)
         return self._peaks[key]
 
     def stage(self, index: int, at_once: bool) -> StageSnapshots:
@@ -362,6 +332,8 @@ class _StepReplay:
         """Yield the ledger items at a snapshot, without items that are allocated during the whole step. others:
         {(category, name, stage): bytes} of the tensors of other micro-batches."""
         for (category, name, of), size in others.items():
+            if not size:
+                continue
             if name in (WAITING, FOLLOWED):
                 part = self.stage(of, name == FOLLOWED)
                 count = size // part.saved_bytes

@@ -18,7 +18,7 @@ from meshwright.planner.cost.dimensions import Dimensions, element_types, list_p
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, at_least, at_most, layer_kind
 from meshwright.planner.cost.operations import keeps_gradient
 from meshwright.planner.cost.operators import SavedTensor
-from meshwright.planner.cost.tables import Item, parse_tensor, select_items
+from meshwright.planner.cost.tables import parse_tensor, select_items
 from meshwright.planner.memory import compiled_blocks, compiled_peaks
 from meshwright.planner.memory.snapshot import Allocation
 from meshwright.spec.config import ModelConfig
@@ -75,7 +75,8 @@ def _tensors(batch: MicroBatch, stage: Stage, at_once: bool, tp_rank: int, compi
         if key not in layers:
             layers[key] = list(_compiled_layer(batch, layer) if whole else layer_tensors(batch, layer, not stage.first))
         # A norm's input in the type of activations is the stage's input, saved already.
-        shared = "attention_norm.input" if begins and not config.encoder and not _copies_input(batch) else None
+        copied = config.norm == "rmsnorm" and batch.narrow
+        shared = "attention_norm.input" if begins and not config.encoder and not copied else None
         if begins and not config.pre_norms and batch.layout.tp == 1:  # the projections read it
             shared = "attention.qkv.input"
         for each in layers[key]:
@@ -88,7 +89,7 @@ def _tensors(batch: MicroBatch, stage: Stage, at_once: bool, tp_rank: int, compi
                 yield each._replace(kind="x") if plain else each
     if stage.last:
         yield from _head(batch, stage, at_once, tp_rank)
-    elif _mixtures(batch, stage):
+    elif any(map(config.has_experts, stage.layers)):
         yield SavedTensor("balance", (), "wide")
 
 
@@ -117,28 +118,18 @@ def _compiled_layer(batch: MicroBatch, layer: int) -> Iterator[SavedTensor]:
             yield each
 
 
-def _copies_input(batch: MicroBatch) -> bool:
-    """Return True if a norm saves a copy of its input in float32."""
-    return batch.config.norm == "rmsnorm" and batch.narrow
-
-
-def _mixtures(batch: MicroBatch, stage: Stage) -> bool:
-    """Return True if a layer of the stage is a mixture of experts."""
-    return any(batch.config.has_experts(layer) for layer in stage.layers)
-
-
 @cache
-def _select(section: str, properties: frozenset[str]) -> tuple[Item, ...]:
-    """Return the tensors of one list in `tensors.toml` whose conditions hold. section: name of the list, such as
-    "loss"; properties: names of the properties that hold, such as "gated"."""
-    return select_items(read_packaged_toml("planner/memory/tensors.toml")["saved"][section], properties, {})
+def _select(section: str, properties: frozenset[str]) -> tuple[SavedTensor, ...]:
+    """Return the tensors of a list of `tensors.toml` that exist; their shapes are not computed yet. section: name of
+    the list; properties: names of the properties that hold."""
+    items = select_items(read_packaged_toml("planner/memory/tensors.toml")["saved"][section], properties, {})
+    return tuple(map(parse_tensor, items))
 
 
 def _listed(section: str, dimensions: Dimensions, properties: frozenset[str]) -> Iterator[SavedTensor]:
-    """Yield the tensors of one list in `tensors.toml` whose conditions hold, with their shapes. section: name of the
-    list, such as "loss"; dimensions: {name or formula of a size: value}; properties: names of the properties that hold,
-    such as "gated"."""
-    return (parse_tensor(item).compute(dimensions) for item in _select(section, properties))
+    """Yield the saved tensors of a list of `tensors.toml`. section: name of the list; dimensions: values of sizes;
+    properties: names of the properties that hold."""
+    return (tensor.compute(dimensions) for tensor in _select(section, properties))
 
 
 def _shared_by_layers(batch: MicroBatch, stage: Stage) -> Iterator[SavedTensor]:
