@@ -12,10 +12,9 @@ import torch
 from meshwright.layout import Layout
 from meshwright.monitoring.memory import KERNELS_KEPT, LARGEST_MMAP_THRESHOLD
 from meshwright.planner.api import plan
-from meshwright.planner.hardware import process_constants
+from meshwright.planner.hardware import machine_profile as process_constants
 from meshwright.planner.hardware.cluster import cluster
-from meshwright.planner.hardware.machine_profile import VERSION
-from meshwright.planner.hardware.process_constants import ProcessConstants, ProcessKey
+from meshwright.planner.hardware.machine_profile import VERSION, ProcessConstants, ProcessKey
 from meshwright.planner.memory.ledger import Allocation, Ledger
 from meshwright.planner.search.estimate import problem_of
 from meshwright.planner.search.search import search

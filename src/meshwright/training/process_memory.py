@@ -2,7 +2,7 @@
 that `top`, cgroup limits and the OOM killer use.
 
 The current resident size is read. The step's tensors are the ledger's. Library memory of the first steps and the
-allocator's overhead are measured in a separate process, once per machine (`planner/hardware/process_constants.py`).
+allocator's overhead are measured in a separate process, once per machine (`planner/hardware/machine_profile.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshwright.monitoring.memory import (
     read_peak_resident_bytes,
     read_resident_bytes,
 )
-from meshwright.planner.hardware.process_constants import ProcessConstants
+from meshwright.planner.hardware.machine_profile import ProcessConstants
 from meshwright.planner.memory.ledger import Allocation, Ledger
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ import pytest
 
 from meshwright.layout import Layout
 from meshwright.planner.cost import blocks
+from meshwright.planner.cost.blocks import list_operations
 from meshwright.planner.cost.communication import count_parameters
 from meshwright.planner.cost.data_calls import Work
 from meshwright.planner.cost.layer_times import LayerTimes
 from meshwright.planner.cost.micro_batch import MicroBatch
-from meshwright.planner.cost.operations import list_operations
 from meshwright.planner.cost.step_time import StepPredictor
 from meshwright.planner.cost.traffic import predicted_traffic
 from meshwright.planner.hardware.cluster import cluster

@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshwright.layout import Layout
-from meshwright.planner.cost.blocks import embedding_operators, head_operators, layer_operators
+from meshwright.planner.cost.blocks import (
+    embedding_operators,
+    head_operators,
+    layer_operations,
+    layer_operators,
+    list_kernels,
+    prediction_operations,
+)
 from meshwright.planner.cost.communication import (
     Array,
     ProcessGroups,
@@ -20,7 +27,6 @@ from meshwright.planner.cost.communication import (
     timed_calls,
 )
 from meshwright.planner.cost.micro_batch import DTYPES, ITEM_BYTES, MicroBatch, layer_examples, layer_kind, structure
-from meshwright.planner.cost.operations import layer_operations, list_kernels, prediction_operations
 from meshwright.planner.cost.operators import CollectiveCall, Operation
 from meshwright.planner.cost.rates import Collectives, Rates, attention_kernel
 from meshwright.planner.problem import Problem, StageCandidate

@@ -13,10 +13,9 @@ from functools import cache
 
 import numpy as np
 
-from meshwright.planner.cost.blocks import embedding_operators, head_operators, layer_operators
+from meshwright.planner.cost.blocks import embedding_operators, head_operators, keeps_gradient, layer_operators
 from meshwright.planner.cost.dimensions import Dimensions, element_types, list_properties
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, at_least, at_most, layer_kind
-from meshwright.planner.cost.operations import keeps_gradient
 from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.cost.tables import parse_tensor, select_items
 from meshwright.planner.memory import compiled_blocks, compiled_peaks

@@ -18,7 +18,7 @@ from meshwright.planner.cost.reference_step import measured_step_factors
 from meshwright.planner.cost.step_time import StepPredictor, StepTime, default_precision
 from meshwright.planner.cost.teacher import make_teacher_work
 from meshwright.planner.hardware.cluster import Cluster, cluster
-from meshwright.planner.hardware.process_constants import find_process_items
+from meshwright.planner.hardware.machine_profile import find_process_items
 from meshwright.planner.memory.compiled_blocks import version_warning
 from meshwright.planner.memory.rank_memory import RankMemory, fullest_rank
 from meshwright.planner.memory.states import optimizer_kinds

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 
 from meshwright.layout import Layout
 from meshwright.names import BIDIRECTIONAL_SCHEDULES
+from meshwright.planner.cost.blocks import list_operations
 from meshwright.planner.cost.bubbles import followed_at_once
 from meshwright.planner.cost.layer_times import MICRO_BATCH_PARTS, micro_batch_of_layout
-from meshwright.planner.cost.operations import list_operations
 from meshwright.planner.cost.operators import Operation
 from meshwright.planner.cost.rates import Rates, launch_seconds
 from meshwright.planner.cost.reference_step import measured_step_factors
