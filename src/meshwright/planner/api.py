@@ -118,14 +118,10 @@ class Plan:
 
 
 def plan(
-    model: ModelConfig | Recipe | str | Path | Mapping[str, Any],
-    cluster: Cluster | str | Mapping[str, Any],
-    layout: Layout | str | None = None,
-    *,
-    sequence: int | None = None,
-    batch: int | None = None,
+    model: ModelConfig | Recipe | str | Path | Mapping[str, Any], cluster: Cluster | str | Mapping[str, Any],
+    layout: Layout | str | None = None, *, sequence: int | None = None, batch: int | None = None,
     **options: Unpack[PlanOptions],
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Predict time and memory of training a model on a cluster: of one layout, or of the fastest layouts that fit.
 
     Args:

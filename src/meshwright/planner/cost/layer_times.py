@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshwright.layout import Layout
+from meshwright.planner.cost import communication
 from meshwright.planner.cost.blocks import (
     embedding_operators,
     head_operators,
@@ -18,13 +19,6 @@ from meshwright.planner.cost.blocks import (
     layer_operators,
     list_kernels,
     prediction_operations,
-)
-from meshwright.planner.cost.communication import (
-    Array,
-    ProcessGroups,
-    list_shared_operators,
-    sum_parameters,
-    timed_calls,
 )
 from meshwright.planner.cost.micro_batch import DTYPES, ITEM_BYTES, MicroBatch, layer_examples, layer_kind, structure
 from meshwright.planner.cost.operators import CollectiveCall, Operation
@@ -47,7 +41,7 @@ _PHASE = {"forward": 0, "recompute": 1, "input": 1, "weight": 2}
 _CORE = ("attention.core", "attention.scores", "attention.softmax", "attention.values", "attention.gradients")
 
 
-def group_by_structure(config: ModelConfig, candidates: Sequence[StageCandidate]) -> Iterator[Array]:
+def group_by_structure(config: ModelConfig, candidates: Sequence[StageCandidate]) -> Iterator[communication.Array]:
     """Group candidate layouts whose costs can be computed together: the same axes are larger than 1, and recompute is
     the same. Yield one array of indices into `candidates` for each group."""
     found: dict[tuple[object, ...], list[int]] = {}
@@ -147,12 +141,12 @@ class LayerTimes:
             setattr(found, name, getattr(self, name).sum(axis=-2, keepdims=True))
         return found
 
-    def layer_counts(self, stages: Sequence[Stage]) -> Array:
+    def layer_counts(self, stages: Sequence[Stage]) -> communication.Array:
         """Return the numbers of layers of each kind in pipeline stages: [stages, kinds]."""
         start, stop = np.array([(stage.layers.start, stage.layers.stop) for stage in stages]).T
         return np.asarray(self._kinds_before[stop] - self._kinds_before[start])
 
-    def keeps_gradient(self, index: Array, layers: int, at_once: bool) -> Array:
+    def keeps_gradient(self, index: communication.Array, layers: int, at_once: bool) -> communication.Array:
         """Return an array of bool, one for each candidate in `index` (array of indices): True if the forward of the
         last stage computes and saves the head's gradients. layers: number of layers in that stage; at_once: its
         backward directly follows its forward."""
@@ -163,40 +157,42 @@ class LayerTimes:
         kept = keeps_head_gradient(tokens, vocabulary, layers, "none", at_once)
         return np.where(self.full[index], at_once, kept)
 
-    def message_bytes(self, index: Array) -> Floats:
+    def message_bytes(self, index: communication.Array) -> Floats:
         """Return the bytes of a micro-batch's activations that a rank sends to the next stage, for each candidate in
         `index` (array of indices)."""
         problem = self.problem
         whole = self.rows[index] * problem.sequence / self.cp[index] * problem.config.hidden * self.itemsize
         return np.asarray(whole / self.cuts[index])
 
-    def _price(self, indices: Array) -> None:
+    def _price(self, indices: communication.Array) -> None:
         """Compute and store the times of the candidates with the given indices. In all their layouts the same axes are
         larger than 1, and recompute is the same."""
         chosen = [self.candidates[number] for number in indices]
         batch = micro_batch_of(self.problem, chosen)
         numbers, mesh = np.unique(self.mesh[indices], return_inverse=True)
-        groups = ProcessGroups(self.collectives, [self.meshes[number] for number in numbers], mesh)
+        groups = communication.ProcessGroups(self.collectives, [self.meshes[number] for number in numbers], mesh)
         price = _TimeModel(batch, self.rates, groups)
         for number, layer in enumerate(self.examples.values()):
             self.layer[number][..., indices] = price.seconds(
                 layer_operations(batch, layer),
-                timed_calls(layer_operators(batch, layer)),
+                communication.timed_calls(layer_operators(batch, layer)),
                 self.problem.engine.host_seconds,
             )
         operators = embedding_operators(batch)
-        self.first[..., indices] = price.seconds(list_kernels(operators), timed_calls(operators))
+        self.first[..., indices] = price.seconds(list_kernels(operators), communication.timed_calls(operators))
         predicted = layer_operators(batch, batch.config.layers) if batch.config.prediction_layers else ()
         for kept in (False, True):
             operators = head_operators(batch, kept or self.problem.engine.name != "meshwright")
-            self.last[int(kept)][..., indices] = price.seconds(list_kernels(operators), timed_calls(operators))
+            self.last[int(kept)][..., indices] = price.seconds(
+                list_kernels(operators), communication.timed_calls(operators)
+            )
             if predicted:
-                calls = timed_calls([*operators, *predicted])
+                calls = communication.timed_calls([*operators, *predicted])
                 self.last[int(kept)][..., indices] += price.seconds(prediction_operations(batch, kept), calls)
         listed = [layer_operators(batch, layer) for layer in self.examples.values()]
-        listed += [embedding_operators(batch), head_operators(batch, True), list_shared_operators(batch)]
+        listed += [embedding_operators(batch), head_operators(batch, True), communication.list_shared_operators(batch)]
         for number, each in enumerate(listed):
-            for part, numel in enumerate(sum_parameters(each)):
+            for part, numel in enumerate(communication.sum_parameters(each)):
                 self.parameters[number, part, indices] = numel
 
 
@@ -206,7 +202,7 @@ class _TimeModel(NamedTuple):
 
     batch: MicroBatch
     rates: Rates
-    groups: ProcessGroups
+    groups: communication.ProcessGroups
 
     def seconds(self, operations: Iterable[Operation], calls: Iterable[CollectiveCall], host: float = 0.0) -> Floats:
         """Return the seconds of kernels, and the exposed seconds of collectives (not hidden by kernels): an array

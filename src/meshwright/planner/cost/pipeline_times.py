@@ -42,13 +42,9 @@ def communicated_zero_stage(zero: int, ranks: int, engine: Engine) -> int:
 
 
 def exposed_zero_seconds(
-    gather: Floats | float,
-    scatter: Floats | float,
-    layers: Floats | int,
-    forward: Floats,
-    back: Floats,
+    gather: Floats | float, scatter: Floats | float, layers: Floats | int, forward: Floats, back: Floats,
     slowdown: Floats | float,
-) -> tuple[Floats, Floats]:
+) -> tuple[Floats, Floats]:  # fmt: skip
     """Return (forward, backward): exposed seconds of ZeRO-2 and ZeRO-3 communication in one micro-batch of a stage, if
     the next layer is prefetched. Exposed are the first all-gather and, for every other layer, the excess of its
     communication over its computation.

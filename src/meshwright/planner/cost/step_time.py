@@ -88,15 +88,9 @@ class StepPredictor:
     them here; index: index of the layout in `layer_times`; makespans: cache of simulated pipeline times."""
 
     def __init__(
-        self,
-        problem: Problem,
-        layout: Layout,
-        step_factors: Floats = UNCORRECTED,
-        *,
-        layer_times: LayerTimes | None = None,
-        index: int = 0,
-        makespans: MakespanCache | None = None,
-    ) -> None:
+        self, problem: Problem, layout: Layout, step_factors: Floats = UNCORRECTED, *,
+        layer_times: LayerTimes | None = None, index: int = 0, makespans: MakespanCache | None = None,
+    ) -> None:  # fmt: skip
         share = layout.dp * layout.micro_batches
         if problem.batch % share:
             raise UserError(f'layout "{layout}": batch {problem.batch} is not a multiple of dp x mb = {share}')

@@ -21,13 +21,7 @@ from meshwright.planner.memory.snapshot import Allocation, BackwardState, Buffer
 from meshwright.planner.memory.stage_snapshots import StageSnapshots
 from meshwright.planner.memory.states import flats_of, gradient_buffers, list_states
 from meshwright.planner.memory.teacher import TeacherMemory
-from meshwright.program.consumed_sends import (
-    Row,
-    compute_carried_value,
-    compute_read_value,
-    find_consumed_sends,
-    list_rank_steps,
-)
+from meshwright.program import consumed_sends
 from meshwright.program.pipeline import ARRIVING, COMPUTING
 from meshwright.schedules.transfers import with_transfers
 from meshwright.spec.config import ModelConfig
@@ -235,20 +229,22 @@ class _StepReplay:
         """Yield (bytes, memory snapshot, other allocations) at the memory peak of each forward and backward of the
         schedule. Other allocations, outside the pass: {(category, name, stage): bytes}."""
         rank, last, placement = self.place["pp"], self.program.stages - 1, self.program.placement
-        answers = find_consumed_sends(self.program, rank)
+        answers = consumed_sends.find_consumed_sends(self.program, rank)
         left, at_once, stream = dict(self.passes), self._followed_at_once(), self.batch.stream_bytes
         alive: Counter[tuple[str, str, int]] = Counter()
         in_flight: tuple[Reduction, ...] = ()
         for at, kind, stage, replica, micro_batch in self._steps():
             if kind not in _COMPUTING:
                 if kind in _ARRIVING:
-                    alive[*_RECEIVED, compute_carried_value(kind, stage, replica, micro_batch)[2]] += stream
+                    alive[*_RECEIVED, consumed_sends.compute_carried_value(kind, stage, replica, micro_batch)[2]] += (
+                        stream
+                    )
                 continue
             followed = (stage, replica, micro_batch) in at_once
             part = self.stage(stage, followed)
             for value in answers.get(at, ()):
                 alive[*_SENT, value[2]] -= stream
-            what = compute_read_value(last, kind, stage, replica, micro_batch)
+            what = consumed_sends.compute_read_value(last, kind, stage, replica, micro_batch)
             if what is not None:  # it becomes the stage's input, or the gradient that its snapshots count
                 here = placement[what[1]][what[2]] == rank
                 alive[*(_SENT if here else _RECEIVED), what[2]] -= stream
@@ -324,9 +320,9 @@ class _StepReplay:
             before = now if kind == _FORWARD else None
         return found
 
-    def _steps(self) -> list[Row]:
+    def _steps(self) -> list[consumed_sends.Row]:
         """Return this rank's steps of the pipeline program (forwards, backwards, sends, receives), in order."""
-        return list_rank_steps(self.program, self.place["pp"])
+        return consumed_sends.list_rank_steps(self.program, self.place["pp"])
 
     def _snapshot_items(self, snapshot: Snapshot, others: Mapping[tuple[str, str, int], int]) -> Iterator[Allocation]:
         """Yield the ledger items at a snapshot, without items that are allocated during the whole step. others:

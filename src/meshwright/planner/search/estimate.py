@@ -136,13 +136,9 @@ class ProblemOptions(TypedDict, total=False):
 
 
 def problem_of(
-    model: ModelConfig | Recipe | str | Path | Mapping[str, Any],
-    wanted: Cluster | str | Mapping[str, Any],
-    *,
-    sequence: int,
-    batch: int,
-    **options: Unpack[ProblemOptions],
-) -> Problem:
+    model: ModelConfig | Recipe | str | Path | Mapping[str, Any], wanted: Cluster | str | Mapping[str, Any], *,
+    sequence: int, batch: int, **options: Unpack[ProblemOptions],
+) -> Problem:  # fmt: skip
     """Return the planning problem described by the arguments of `plan`, after checking them.
 
     model: preset, Hugging Face directory, config.json or its content, or recipe; wanted: cluster as object, shorthand,

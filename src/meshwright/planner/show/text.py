@@ -10,6 +10,7 @@ from meshwright.collectives.quantities import GIB
 from meshwright.layout import Layout
 from meshwright.planner.calibrate import RunFigures
 from meshwright.planner.cost.bounds import StepProperties, bound_seconds
+from meshwright.planner.cost.step_time import StepTime
 from meshwright.planner.hardware.calibration import Calibration
 from meshwright.planner.memory.ledger import Allocation
 from meshwright.planner.memory.rank_memory import RankMemory, merge_layers
@@ -175,11 +176,8 @@ def estimate_text(estimate: Estimate, width: int = WIDE) -> str:
     """Format one estimate as text: time by part, memory by category and by item. width: maximum characters of a line;
     long words may exceed it."""
     time, unit = estimate.time, Unit.of(estimate.memory.device_bytes)
-    parts = ", ".join(
-        f"{part} {seconds:.3g} s ({share_text(seconds / time.seconds)})"
-        for part, seconds in time.breakdown.items()
-        if seconds > LEAST_PART * time.seconds
-    )
+    listed = ((part, seconds, share_text(seconds / time.seconds)) for part, seconds in list_parts(time).items())
+    parts = ", ".join(f"{part} {seconds:.3g} s ({share})" for part, seconds, share in listed)
     lines = wrap_line(f"{estimate.layout}: {step_text(estimate)}", width, "  ")
     lines += wrap_line(f"  time: {parts}", width, "    ")
     if estimate.layout.world_size > 1:
@@ -191,6 +189,11 @@ def estimate_text(estimate: Estimate, width: int = WIDE) -> str:
     for said in estimate.warnings:
         lines += wrap_line(f"  warning: {said}", width, "    ")
     return "\n".join(lines)
+
+
+def list_parts(time: StepTime) -> dict[str, float]:
+    """Return {part: seconds} of a step time, without parts that take hardly any time."""
+    return {part: seconds for part, seconds in time.breakdown.items() if seconds > LEAST_PART * time.seconds}
 
 
 def step_text(estimate: Estimate) -> str:
