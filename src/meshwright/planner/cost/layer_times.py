@@ -171,21 +171,17 @@ class LayerTimes:
         batch = micro_batch_of(self.problem, chosen)
         numbers, mesh = np.unique(self.mesh[indices], return_inverse=True)
         groups = communication.ProcessGroups(self.collectives, [self.meshes[number] for number in numbers], mesh)
-        price = _TimeModel(batch, self.rates, groups)
+        price, host = _TimeModel(batch, self.rates, groups), self.problem.engine.host_seconds
         for number, layer in enumerate(self.examples.values()):
-            self.layer[number][..., indices] = price.seconds(
-                layer_operations(batch, layer),
-                communication.timed_calls(layer_operators(batch, layer)),
-                self.problem.engine.host_seconds,
-            )
+            calls = communication.timed_calls(layer_operators(batch, layer))
+            self.layer[number][..., indices] = price.seconds(layer_operations(batch, layer), calls, host)
         operators = embedding_operators(batch)
         self.first[..., indices] = price.seconds(list_kernels(operators), communication.timed_calls(operators))
         predicted = layer_operators(batch, batch.config.layers) if batch.config.prediction_layers else ()
         for kept in (False, True):
             operators = head_operators(batch, kept or self.problem.engine.name != "meshwright")
-            self.last[int(kept)][..., indices] = price.seconds(
-                list_kernels(operators), communication.timed_calls(operators)
-            )
+            calls = communication.timed_calls(operators)
+            self.last[int(kept)][..., indices] = price.seconds(list_kernels(operators), calls)
             if predicted:
                 calls = communication.timed_calls([*operators, *predicted])
                 self.last[int(kept)][..., indices] += price.seconds(prediction_operations(batch, kept), calls)

@@ -236,9 +236,8 @@ class _StepReplay:
         for at, kind, stage, replica, micro_batch in self._steps():
             if kind not in _COMPUTING:
                 if kind in _ARRIVING:
-                    alive[*_RECEIVED, consumed_sends.compute_carried_value(kind, stage, replica, micro_batch)[2]] += (
-                        stream
-                    )
+                    value = consumed_sends.compute_carried_value(kind, stage, replica, micro_batch)
+                    alive[*_RECEIVED, value[2]] += stream
                 continue
             followed = (stage, replica, micro_batch) in at_once
             part = self.stage(stage, followed)
