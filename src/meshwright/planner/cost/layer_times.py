@@ -11,15 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshwright.layout import Layout
-from meshwright.planner.cost import communication
-from meshwright.planner.cost.blocks import (
-    embedding_operators,
-    head_operators,
-    layer_operations,
-    layer_operators,
-    list_kernels,
-    prediction_operations,
-)
+from meshwright.planner.cost import blocks, communication
 from meshwright.planner.cost.micro_batch import DTYPES, ITEM_BYTES, MicroBatch, layer_examples, layer_kind, structure
 from meshwright.planner.cost.operators import CollectiveCall, Operation
 from meshwright.planner.cost.rates import Collectives, Rates, attention_kernel
@@ -173,20 +165,21 @@ class LayerTimes:
         groups = communication.ProcessGroups(self.collectives, [self.meshes[number] for number in numbers], mesh)
         price, host = _TimeModel(batch, self.rates, groups), self.problem.engine.host_seconds
         for number, layer in enumerate(self.examples.values()):
-            calls = communication.timed_calls(layer_operators(batch, layer))
-            self.layer[number][..., indices] = price.seconds(layer_operations(batch, layer), calls, host)
-        operators = embedding_operators(batch)
-        self.first[..., indices] = price.seconds(list_kernels(operators), communication.timed_calls(operators))
-        predicted = layer_operators(batch, batch.config.layers) if batch.config.prediction_layers else ()
+            calls = communication.timed_calls(blocks.layer_operators(batch, layer))
+            self.layer[number][..., indices] = price.seconds(blocks.layer_operations(batch, layer), calls, host)
+        operators = blocks.embedding_operators(batch)
+        self.first[..., indices] = price.seconds(blocks.list_kernels(operators), communication.timed_calls(operators))
+        predicted = blocks.layer_operators(batch, batch.config.layers) if batch.config.prediction_layers else ()
         for kept in (False, True):
-            operators = head_operators(batch, kept or self.problem.engine.name != "meshwright")
+            operators = blocks.head_operators(batch, kept or self.problem.engine.name != "meshwright")
             calls = communication.timed_calls(operators)
-            self.last[int(kept)][..., indices] = price.seconds(list_kernels(operators), calls)
+            self.last[int(kept)][..., indices] = price.seconds(blocks.list_kernels(operators), calls)
             if predicted:
                 calls = communication.timed_calls([*operators, *predicted])
-                self.last[int(kept)][..., indices] += price.seconds(prediction_operations(batch, kept), calls)
-        listed = [layer_operators(batch, layer) for layer in self.examples.values()]
-        listed += [embedding_operators(batch), head_operators(batch, True), communication.list_shared_operators(batch)]
+                self.last[int(kept)][..., indices] += price.seconds(blocks.prediction_operations(batch, kept), calls)
+        listed = [blocks.layer_operators(batch, layer) for layer in self.examples.values()]
+        listed += [blocks.embedding_operators(batch), blocks.head_operators(batch, True)]
+        listed.append(communication.list_shared_operators(batch))
         for number, each in enumerate(listed):
             for part, numel in enumerate(communication.sum_parameters(each)):
                 self.parameters[number, part, indices] = numel
