@@ -217,6 +217,8 @@ def _recomputed_operations(batch: MicroBatch, layer: list[Operation], mixed: boo
     if kind == "none":
         return
     last = _last_product(batch, mixed) if engine.stops_early else None
+    every_second = {"attention.qkv": batch.kv_heads / (batch.heads + 2 * batch.kv_heads), "attention.output": 1.0}
+    every_second |= {"mlp.up": 0.5} if batch.config.gated else {}
     if any(one.name == f"{last}.adapter.b" for one in layer):  # it comes after the base's product
         last = None if batch.config.adapter and batch.config.adapter.kind == "dora" else f"{last}.adapter.b"
     for one in layer:
@@ -238,17 +240,10 @@ def _recomputed_operations(batch: MicroBatch, layer: list[Operation], mixed: boo
         else:
             wanted = one.kind in ("product", "elementwise")
             if one.kind == "product":
-                share = _every_second_product(batch).get(one.name)
+                share = every_second.get(one.name)
                 wanted = share is not None
         if wanted:
             yield one._replace(phase="recompute", flops=share * one.flops, bytes=share * one.bytes)
-
-
-def _every_second_product(batch: MicroBatch) -> dict[str, Number]:
-    """Return {name of a matrix product: fraction of it that is recomputed} under torchtitan's selective activation
-    checkpointing "op", which saves every second matrix product of a layer."""
-    found = {"attention.qkv": batch.kv_heads / (batch.heads + 2 * batch.kv_heads), "attention.output": 1.0}
-    return found | ({"mlp.up": 0.5} if batch.config.gated else {})
 
 
 def _last_product(batch: MicroBatch, mixed: bool) -> str | None:

@@ -3,9 +3,8 @@ properties that decide the cost of a step in addition to the model, the layout a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from meshwright.errors import UserError
 from meshwright.names import unknown
@@ -129,13 +128,10 @@ class Engine:
 _COMPILED_LOSS = 12.0  # bf16 logits read for the maxima, for the sums, and read and written for the gradient; a copy
 
 
-def _with_tuples(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table of engines.toml with each list replaced by a tuple: the keyword arguments of `Engine`."""
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
-
-
+_TABLE = read_packaged_toml("planner/cost/engines.toml")
 ENGINES = {
-    name: Engine(name, **_with_tuples(table)) for name, table in read_packaged_toml("planner/cost/engines.toml").items()
+    name: Engine(name, **{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+    for name, fields in _TABLE.items()
 }
 
 

@@ -359,12 +359,11 @@ class MicroBatch:
         if self.starts is None:
             return pad_document_count(self.rows)
         chunk = self.tokens // 2
-        return pad_document_count(
-            max(
-                sum(1 + sum(first < start < first + chunk for start in row) for row in self.starts)
-                for first in range(0, self.sequence, chunk)
-            )
+        counts = (
+            sum(1 + sum(first < start < first + chunk for start in row) for row in self.starts)
+            for first in range(0, self.sequence, chunk)
         )
+        return pad_document_count(max(counts))
 
 
 def at_least(value: Number, least: int) -> Number:

@@ -130,10 +130,9 @@ class FailedMeasurement:
     @classmethod
     def read(cls, measurement: Path) -> FailedMeasurement | None:
         """Return the stored record for the measurement whose file is `measurement`; None if there is none."""
+        key = {"file": measurement.name}
         return parse_measurement(
-            "failed",
-            {"file": measurement.name},
-            lambda found: cls(str(found["file"]), str(found["line"]), float(found["busy"])),
+            "failed", key, lambda found: cls(key["file"], str(found["line"]), float(found["busy"]))
         )
 
     @property

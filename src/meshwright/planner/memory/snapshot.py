@@ -91,9 +91,6 @@ class Buffers(NamedTuple):
     tied: bool
 
 
-FIRST_AND_LAST = BackwardState(later=False, last=True)
-
-
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """A memory snapshot of a pipeline stage: the tensors that are allocated at one point of a forward or backward.

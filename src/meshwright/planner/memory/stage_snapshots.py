@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
@@ -10,7 +11,6 @@ from meshwright.planner.memory import compiled_peaks, temporaries
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, can_predict_compiled
 from meshwright.planner.memory.compiled_peaks import COLLECTED, Backward
 from meshwright.planner.memory.snapshot import (
-    FIRST_AND_LAST,
     Allocation,
     BackwardState,
     Buffers,
@@ -67,11 +67,7 @@ class StageSnapshots:
         self.fused = not batch.narrow or (batch.device == "cuda" and not batch.config.experts)
         self._layer = {unit: int(unit.split(".")[1]) for unit in self.units if unit.startswith("layers.")}
         self._saved_of, self._whole_of = self._by_unit(saved), self._by_unit(unrecomputed)
-        self._of_loss = [
-            each
-            for each in saved
-            if each.name == "loss" or (each.name.startswith("head.") and each.name.endswith(".gradient"))
-        ]
+        self._of_loss = [each for each in saved if re.fullmatch(r"loss|head\..*\.gradient", each.name)]
         self.saved_bytes = sum(each.bytes for each in saved)
         self.stream = batch.stream_bytes
         self.both_ends = buffers.tied and stage.first and stage.last  # one matrix is embedding and head
@@ -136,7 +132,7 @@ class StageSnapshots:
             for _, extras in temporaries.Pass.of_layer(at, layer, **sizes).snapshots("layer_forward"):
                 yield from extras
 
-    def backward(self, split: bool = False, state: BackwardState = FIRST_AND_LAST) -> Iterator[Snapshot]:
+    def backward(self, split: bool, state: BackwardState) -> Iterator[Snapshot]:
         """Yield the memory snapshots of one micro-batch's backward in order. split: True for a backward that computes
         only input gradients; state: state of the stage when the backward begins, such as gradient reductions in flight.
         """

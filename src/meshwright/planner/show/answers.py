@@ -12,8 +12,6 @@ from meshwright.planner.search.estimate import Estimate, model_document
 from meshwright.planner.search.search import SearchResult
 from meshwright.planner.search.shortlist import MOST_PRICED
 
-_ITEM_KEYS = ("name", "category", "shape", "dtype", "bytes", "stage", "first", "last")
-
 MOST_TOP = 100
 """Maximum number of layouts that a search returns."""
 
@@ -58,7 +56,7 @@ def ledger_documents(estimate: Estimate) -> list[dict[str, Any]]:
         {
             "pp": rank.pp_rank, "when": rank.peak_snapshot, "peak_bytes": rank.peak_bytes,
             "framework_bytes": rank.framework_bytes, "unexplained_bytes": rank.slack_bytes,
-            "items": [{key: getattr(item, key) for key in _ITEM_KEYS} for item in rank.items],
+            "items": [item._asdict() for item in rank.items],
         }
         for rank in ranks
     ]  # fmt: skip

@@ -295,7 +295,7 @@ def calibrated_text(runs: Sequence[RunFigures], calibration: Calibration, path: 
     rows = [
         (
             each.run, each.layout, f"{each.predicted_seconds:.4g}", f"{each.measured_seconds:.4g}", f"{each.ratio:.3f}",
-            "-" if not each.peak_bytes else f"{(each.unexplained_bytes or 0) / each.peak_bytes:+.1%}",
+            "-" if not (peak := each.predicted_peak_bytes) else f"{(each.unexplained_bytes or 0) / peak:+.1%}",
         )
         for each in runs
     ]  # fmt: skip
