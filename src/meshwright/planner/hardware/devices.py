@@ -95,8 +95,7 @@ def _device(name: str, entry: Mapping[str, Any]) -> Device:
     latencies = {kind: each["seconds"] for kind, each in _CATALOGUE["latency_seconds"].items()}
     bandwidths: dict[str, Any] = {key: _times(links.get(key), _GIGA) for key in ("scaleup", "pair", "host", "across")}
     return Device(
-        name, entry["peaks"],
-        memory["driver_mib"] * 2.0**20 if "driver_mib" in memory else memory["gb"] * _GIGA,
+        name, entry["peaks"], memory["driver_mib"] * 2.0**20 if "driver_mib" in memory else memory["gb"] * _GIGA,
         memory["gb_per_second"] * _GIGA, entry.get("pattern"), entry["architecture"],
         {precision: measured[precision] for precision in ("bf16", "fp8") if precision in measured},
         _times(measured.get("ring"), _GIGA), _times(measured.get("switch"), _GIGA),

@@ -55,12 +55,7 @@ class Pass:
 
     @classmethod
     def of_layer(
-        cls,
-        batch: MicroBatch,
-        layer: int,
-        saved: Sequence[Allocation] = (),
-        *,
-        split: bool = False,
+        cls, batch: MicroBatch, layer: int, saved: Sequence[Allocation] = (), *, split: bool = False,
         **dimensions: Number,
     ) -> Pass:  # fmt: skip
         """Return the sizes of a pass through the layer with index `layer`. saved: saved activations of the layer;

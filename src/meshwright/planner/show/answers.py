@@ -49,9 +49,8 @@ def ledger_documents(estimate: Estimate) -> list[dict[str, Any]]:
 
     Keys of an object: name, category; shape, dtype: of one tensor; bytes: of all tensors equal to this one together;
     stage: pipeline stage, null if it belongs to none; first, last: events between which it is allocated."""
-    ranks = (
-        memory_of(estimate.problem, estimate.layout, rank) for rank in distinct_ranks(estimate.problem, estimate.layout)
-    )
+    problem, layout = estimate.problem, estimate.layout
+    ranks = (memory_of(problem, layout, rank) for rank in distinct_ranks(problem, layout))
     return [
         {
             "pp": rank.pp_rank, "when": rank.peak_snapshot, "peak_bytes": rank.peak_bytes,
