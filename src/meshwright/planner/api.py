@@ -154,22 +154,23 @@ def plan(
     recipe = _recipe(model)
     if recipe is not None:
         given = values_from_recipe(recipe, given)
-    if "adapter" in options:
-        if recipe is not None:
-            raise UserError("adapter: a recipe has its own, in its table [adapter]")
-        model = adapted_model(model, options["adapter"])  # type: ignore[arg-type]
-    for name, example in _EXAMPLES.items():
-        if given[name] is None:
-            raise UserError(f"{name} is missing: {example}")
     parsed = Layout.parse(layout) if isinstance(layout, str) else layout
-    top = options.get("top", 5)
+    top, adapter = options.get("top", 5), options.get("adapter")
     for name, value, fits, right in (
         ("layout", parsed, isinstance(parsed, Layout | None), "a layout or its notation"),
         ("compile", given["compile"], isinstance(given["compile"], bool | None), "true or false"),
         ("top", top, type(top) is int and 1 <= top <= MOST_TOP, f"a whole number from 1 to {MOST_TOP}"),
+        ("adapter", adapter, isinstance(adapter, Mapping | list | tuple | None), "an object or a list of overrides"),
     ):
         if not fits:
             raise UserError(f"{name}: takes {right}, not {shorten_repr(value)}")
+    if adapter is not None:
+        if recipe is not None:
+            raise UserError("adapter: a recipe has its own, in its table [adapter]")
+        model = adapted_model(model, adapter)  # type: ignore[arg-type]
+    for name, example in _EXAMPLES.items():
+        if given[name] is None:
+            raise UserError(f"{name} is missing: {example}")
     own = None  # layout that the recipe names
     if recipe is not None and parsed is None and recipe.layout != "auto":
         own = recipe.parsed_layout

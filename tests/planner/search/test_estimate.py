@@ -113,7 +113,7 @@ def test_operations_add_up_to_compute_time(precision: str):
     rows = explain(one.problem, one.layout)
     assert sum(row.seconds for row in rows) * 2 == pytest.approx(one.time.breakdown["compute"], rel=1e-6)
     assert sum(row.share for row in rows) == pytest.approx(1.0)
-    bound = {row.name: row.bound for row in rows if row.phase == "forward"}
+    bound = {row.operation: row.bound for row in rows if row.phase == "forward"}
     assert bound["mlp.up"] == "compute" and bound["residual"] == "memory"
 
 
