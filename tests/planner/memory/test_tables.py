@@ -181,7 +181,11 @@ def test_operators_name_dimensions_and_properties_that_exist() -> None:
     """A wrong name in a condition would only leave an operator, a tensor or a collective out."""
     table, words = read_packaged_toml("planner/cost/operators.toml"), re.compile(r"[a-z_]\w*")
     properties, sizes, kinds = {"keeps_gradient"}, {*DIMENSIONS, "arrived", "computed", "logits"}, set[str]()
-    properties |= list_property_names()
+    properties |= list_property_names() | {"routed_adapter"}
+    sizes |= {
+        "adapted_rows", "adapted_outputs", "adapted_inputs", "products", "rank", "matrices", "low", "written",
+        "saved_rows", "held", "matrix_width",
+    }  # fmt: skip
     adapted = {
         operator.name for layer in ("llama-tiny", "qwen2-moe-tiny")
         for operator in layer_operators(MicroBatch.of(preset(layer), Layout(), 1, 64), 0)

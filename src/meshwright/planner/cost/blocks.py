@@ -3,20 +3,17 @@ head with its loss; and the kernels of a pipeline stage, with those that recompu
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from functools import cache
 from typing import Any
 
 from meshwright.planner.cost.adapters import adapt_operators
 from meshwright.planner.cost.dimensions import Dimensions, list_properties
 from meshwright.planner.cost.micro_batch import MicroBatch, Number, layer_kind
-from meshwright.planner.cost.operators import Operation, Operator, Row, SavedTensor
-from meshwright.planner.cost.tables import parse_item, parse_tensor, select
+from meshwright.planner.cost.operators import Operation, Operator
+from meshwright.planner.cost.tables import list_rows
 from meshwright.spec.chunks import keeps_head_gradient
 from meshwright.spec.stages import Stage
-from meshwright.toml import read_packaged_toml
 
 
 def layer_operators(batch: MicroBatch, layer: int, input_gradient: bool = False) -> tuple[Operator, ...]:
@@ -79,85 +76,8 @@ def read_operators(batch: MicroBatch, section: str, flags: Collection[str] = (),
     conditions in the table test them. layer: index of the layer, which decides the sizes."""
     kind = layer_kind(batch.config, layer)
     dimensions = Dimensions(batch, kind, batch.load(layer)._asdict() if kind.mixed else {})
-    for row in _list_rows(section, list_properties(batch, kind).union(flags), "", ()):
+    for row in list_rows(section, list_properties(batch, kind).union(flags), "", ()):
         yield Operator(row, batch, dimensions)
-
-
-# --- rows of the table
-
-Let = tuple[tuple[str, str], ...]
-"""(dimension, size that takes its place)."""
-
-
-def _list_rows(section: str, true: frozenset[str], prefix: str, let: Let) -> Iterator[Row]:
-    """Yield the rows of a section of `operators.toml`. A section is a list of rows; each row describes one operator, or
-    names another section (`use`), whose rows are then yielded in its place.
-
-    true: names of the properties that hold, such as "gated"; rows whose condition does not hold are left out. prefix:
-    text put before operator names that begin with ".", such as "attention" before ".qkv". let: (dimension, replacement)
-    pairs; a dimension is the name of a size, such as "width"."""
-    for row in _read_rows(section, true & _list_words(section), prefix, let):
-        if "use" in row:
-            yield from _list_rows(row["use"], true.union(row.get("flags", ())), row["name"], row["let"])
-        else:
-            yield row
-
-
-@cache
-def _read_rows(section: str, true: frozenset[str], prefix: str, let: Let) -> list[Row]:
-    """Return the rows of one section of `operators.toml`, without the rows of other sections that it names. A row
-    describes one operator. Names have their prefix, sizes their replaced dimensions, and the row's tensors, collectives
-    and kernels are parsed.
-
-    true: names of the properties that hold, such as "gated". prefix: text put before names that begin with ".". let:
-    (dimension, replacement) pairs; a dimension is the name of a size, such as "width"."""
-    table, found = read_packaged_toml("planner/cost/operators.toml"), []
-
-    def name(text: str) -> str:
-        """Return a name in full."""
-        return prefix + text if text.startswith(".") or not text else text
-
-    def tensor(text: str) -> SavedTensor:
-        """Return a tensor whose shape is not computed yet."""
-        found = parse_tensor(parse_item(text))
-        return SavedTensor(name(found.name), tuple(map(size, found.shape)), found.kind)
-
-    def size(text: str) -> str:
-        """Return a size with replaced dimensions."""
-        return re.sub(r"\w+", lambda word: own.get(word[0], word[0]), text)
-
-    for row in select(table[section], true, table["groups"]):
-        within, own = true.union(row.get("flags", ())), dict(let) | row.get("let", {})
-        row |= {"name": name(row.get("name", "")), "let": tuple(own.items())}
-        row |= {key: size(row[key]) for key in ("elements", "count") if key in row}
-        row |= {key: tuple(map(tensor, row.get(key, ()))) for key in ("saved", "kept")}
-        row |= {key: tuple(map(size, row[key])) for key in ("parameters",) if key in row}
-        row["called"] = name(row.get("called", [row["name"]])[0])
-        if "linear" in row:
-            row["linear"] = tuple(size(each.replace("*", " ")) for each in row["linear"].split())
-        kernels = select(table["kernels"][row["kernels"]], within, {}) if "kernels" in row else []
-        row["kernels"] = [
-            each | {key: size(each[key]) for key in ("flops", "bytes") if key in each}
-            | {"name": name(each.get("name", row["called"])), "shape": tuple(each.get("shape", "").split())}
-            for each in kernels
-        ]  # fmt: skip
-        row["calls"] = [
-            each | {"sites": [(at.format(name(site)), size(sent)) for at, sent in map(parse_item, each["sites"])]}
-            for kind, _, site in (text.partition(" ") for text in row.get("calls", ()))
-            for each in select(table["calls"][kind], within, {})
-        ]  # fmt: skip
-        found.append(row)
-    return found
-
-
-@cache
-def _list_words(section: str) -> frozenset[str]:
-    """Return all words in a section of `operators.toml` and in the groups, collectives and kernels to which it refers.
-    They include every property (such as "gated") that a condition of the section tests."""
-    table = read_packaged_toml("planner/cost/operators.toml")
-    words = set(re.findall(r"\w+", str(table[section])))
-    others = [table[kind][name] for kind in ("groups", "calls", "kernels") for name in words & table[kind].keys()]
-    return frozenset(words.union(re.findall(r"\w+", str(others))))
 
 
 _CORE = ("attention.scores", "attention.values", "attention.softmax", "attention.gradients")

@@ -1,5 +1,5 @@
 """Dimensions and properties of a layer on one rank, from which sizes and conditions in the planner's tables are made
-(`tables.py`)."""
+(`tables.py`): those that are sums of products or plain attributes are listed in `dimensions.toml`."""
 
 from __future__ import annotations
 
