@@ -49,15 +49,6 @@ def core_heads(batch: MicroBatch) -> tuple[Number, Number]:
     return batch.heads // batch.cp, batch.kv_heads * batch.key_value_copies // batch.cp
 
 
-def _lines(batch: MicroBatch, kind: LayerKind) -> Number:
-    """Return the number of queries for which the attention kernel saves a log-sum-exp, for one head of one sequence.
-    PyTorch's memory-efficient kernel (used for masks and float32) rounds it up to a multiple of 32
-    (aten/src/ATen/native/transformers/cuda)."""
-    length = batch.sequence if batch.ulysses else batch.tokens
-    cuda = batch.device == "cuda" and not batch.ring
-    return -(-length // 32) * 32 if cuda and (batch.dense_mask(kind.window) or not batch.narrow) else length
-
-
 def count_flash_lines(batch: MicroBatch, heads: Number, length: Number, documents: int) -> Number:
     """Return the number of query rows, summed over heads and sequences, for which flash attention's backward allocates
     workspaces. The kernel pads each sequence to a multiple of 128 (flash_attn/flash_api.cpp, `mha_bwd`). With variable
@@ -147,10 +138,11 @@ FORMULAS: dict[str, Formula] = {
     "core_kv_heads": lambda batch, kind: core_heads(batch)[1],
     "core_head": lambda batch, kind: max(batch.config.head_dim, batch.config.value_dim),
     "core_value": _core_value,
-    "lines": _lines,
+    "padded_lines": lambda batch, kind: -(-(batch.sequence if batch.ulysses else batch.tokens) // 32) * 32,
     "flash_head": lambda batch, kind: -(-batch.config.head_dim // 32) * 32,
     "flash_lines": lambda batch, kind: count_flash_lines(
-        batch, core_heads(batch)[0], batch.sequence, batch.varlen_documents if batch.varlen(kind.window) else 0
+        batch, core_heads(batch)[0], batch.sequence,
+        batch.varlen_documents if "varlen" in list_properties(batch, kind) else 0,
     ),
     "seen": _seen,
     "piece": lambda batch, kind: batch.sequence / (2 * batch.cp) if batch.ring else batch.sequence,
@@ -187,28 +179,25 @@ def find_properties(batch: MicroBatch, kind: LayerKind) -> dict[str, bool]:
 
     Some names: "encoder", "dense", "mixture": kind of the layer; "front": a layer whose mixture is expert-parallel, so
     that only the operators before the mixture are compiled. "summed": outputs are all-reduced or reduce-scattered over
-    tp; "gathers": inputs are all-gathered (sequence parallelism). "cuda_attention": PyTorch's CUDA kernels compute
-    attention. "repeated": keys and values are repeated for every query head. "rotated": queries and keys are copies,
-    made by rotary positions or norms."""
+    tp. "fits_flash": flash attention supports the element type (16 bits) and the head size (a multiple of 8, up to
+    256)."""
     config, layout, window, adapter = batch.config, batch.layout, kind.window, batch.config.adapter
-    cuda = batch.device == "cuda"
     mixture = ("front" if batch.expert_parallel else "mixture") if kind.mixed else "dense"
     owners = {"batch": batch, "kind": kind}
     paths = ((name, *path.split(".", 1)) for name, path in _TABLE["properties"].items())
-    return {
+    found = {
         **{name: bool(attrgetter(path)(owners[owner])) for name, owner, path in paths},
         "encoder" if config.encoder else mixture: True, layout.recompute: True, config.router: True, config.norm: True,
         f"{config.head}_head": True, {"scores": "unfused", "tiled": "tiled"}.get(batch.kernel, "fused"): True,
-        "summed": layout.tp > 1, "gathers": layout.tp > 1 and layout.tensor_sequence_parallel,
+        "cuda": batch.device == "cuda", "meshwright": batch.engine.name == "meshwright",
+        "windowed": window is not None and window < batch.sequence, "softcap": config.attention_softcap is not None,
+        "fits_flash": batch.narrow and config.head_dim % 8 == 0 and config.head_dim <= 256,
+        "summed": layout.tp > 1, "sequence_parallel": layout.tensor_sequence_parallel,
         "split_sequence": layout.cp > 1, "several_ep": layout.ep > 1, "several_etp": layout.etp > 1,
-        "cuda": cuda, "cuda_attention": cuda and not batch.ring, "varlen": batch.varlen(window),
-        "limited": batch.limited(window), "windowed": window is not None and window < batch.sequence,
-        "repeated": batch.repeats(window), "dense_mask": cuda and not batch.ring and batch.dense_mask(window),
         "scaled_residual": config.residual_scale != 1, "scaled_embedding": config.embedding_factor != 1,
         "divided_logits": config.logit_divisor != 1, "relu": config.activation == "relu",
         "latent_queries": config.latent is not None and config.latent.query_rank is not None,
-        "padded_values": config.value_dim < config.head_dim, "rotated": kind.rotates or config.query_key_norm,
-        "wide_router": config.router == "sigmoid" and batch.narrow,
+        "padded_values": config.value_dim < config.head_dim,
         "learned_positions": config.positions == "learned" and config.max_positions > 0,
         "packed": bool(adapter and adapter.packed), "masked_adapter": bool(adapter and adapter.dropout),
         "dora": bool(adapter and adapter.kind == "dora"),
@@ -217,6 +206,9 @@ def find_properties(batch: MicroBatch, kind: LayerKind) -> dict[str, bool]:
         "core_selective": batch.engine.selective == "core",
         "overlaps_products": batch.engine.overlaps_tensor == "products",
     }  # fmt: skip
+    for name, condition in _TABLE["conditions"].items():
+        found[name] = holds(condition, {each for each, value in found.items() if value})
+    return found
 
 
 def element_types(dtype: str) -> dict[str, str]:

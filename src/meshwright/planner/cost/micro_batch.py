@@ -297,53 +297,6 @@ class MicroBatch:
         """True if several query heads share a key-value head in the attention kernel."""
         return bool(np.all(self.heads > self.kv_heads * self.key_value_copies))
 
-    # --- masks of the CUDA attention kernels
-
-    def limited(self, window: int | None) -> bool:
-        """Return True if some token does not attend to all earlier tokens of its sequence, because of packed documents
-        or a sliding window. window: most tokens that a query attends to, None for all."""
-        return self.masked or (window is not None and window < self.sequence)
-
-    @property
-    def capped(self) -> bool:
-        """True if a GPU computes attention tile by tile in plain torch (`model/tiled_attention.py`), because flash
-        attention does not support it: scores with a softcap, or attention sinks with a type or head size that flash
-        attention lacks."""
-        config = self.config
-        tiled = config.attention_softcap is not None or (config.attention_sinks and not self._fits_flash)
-        return tiled and self.device == "cuda" and self.engine.name == "meshwright"
-
-    @property
-    def _fits_flash(self) -> bool:
-        """True if flash attention supports the element type (16 bits) and the head size (a multiple of 8, up to
-        256)."""
-        return self.narrow and self.config.head_dim % 8 == 0 and self.config.head_dim <= 256
-
-    @property
-    def flash(self) -> bool:
-        """True if flash attention computes on a GPU: 16-bit types, head sizes that are multiples of 8 up to 256, and
-        not `capped`."""
-        return self.device == "cuda" and not self.capped and self._fits_flash
-
-    def varlen(self, window: int | None) -> bool:
-        """Return True if attention runs in variable-length flash kernels, which need no mask
-        (`model/varlen_attention.py`): for packed documents, a sliding window or attention sinks. window: most tokens
-        that a query attends to, None for all."""
-        special = self.limited(window) or self.config.attention_sinks
-        return self.flash and not self.ring and not self.config.encoder and special
-
-    def dense_mask(self, window: int | None) -> bool:
-        """Return True if the CUDA attention kernel reads a dense mask [tokens, tokens]. window: most tokens that a
-        query attends to, None for all."""
-        return self.limited(window) and not self.varlen(window) and not self.capped
-
-    def repeats(self, window: int | None) -> bool:
-        """Return True if keys and values are repeated for every query head, because the CUDA kernel used does not
-        support grouped-query attention. window: most tokens that a query attends to, None for all."""
-        if self.device != "cuda" or self.ring or self.config.encoder or self.capped:
-            return False
-        return self.grouped and (self.dense_mask(window) or not self.narrow)
-
     @property
     def varlen_documents(self) -> int:
         """Number of documents in one call of variable-length attention; if unknown, the smallest possible number."""

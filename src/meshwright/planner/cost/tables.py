@@ -1,8 +1,8 @@
 """Reader of the planner's tables of operators and tensors (TOML files).
 
 A condition consists of properties of a layer: "a & !b | c" (not before and before or). A size is a sum of products of
-numbers and dimensions: "2 tokens width + tokens hidden"; "/ tp" divides. A text "VALUE ? CONDITION" exists where the condition holds, a
-table where that of its key `if` does; "@NAME" in a list stands for the items of a group.
+numbers and dimensions: "2 tokens width + tokens hidden"; "/ tp" divides. A text "VALUE ? CONDITION" exists where the
+condition holds, a table where that of its key `if` does; "@NAME" in a list stands for the items of a group.
 """
 
 from __future__ import annotations

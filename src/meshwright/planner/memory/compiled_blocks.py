@@ -206,6 +206,6 @@ class CompiledBlock:
         """Yield the temporary allocations inside an operator that inductor calls. verb: "ring" or "tiles" for kinds of
         attention; nothing is yielded for other operators."""
         if verb == "ring":
-            yield from ring_backward(self.batch)
+            yield from ring_backward(self.batch, self.kind)
         elif verb == "tiles" and "cuda_attention" not in self.true:
             yield from tiled_backward(self.batch, self.kind)

@@ -146,8 +146,9 @@ def _shared_by_layers(batch: MicroBatch, stage: Stage) -> Iterator[SavedTensor]:
         "bounds": 1 + batch.varlen_documents if batch.masked else 0,
         "ring_bounds": 1 + batch.ring_documents if batch.masked and batch.ring else 0,
     }
+    own_tiles = "capped" in list_properties(batch, layer_kind(config, 0))
     # The host reads the bounds of attention in tiles; an encoder's mask is one for all layers.
-    for window in sorted(windows) if not (batch.capped or config.encoder) else ():
+    for window in sorted(windows) if not (own_tiles or config.encoder) else ():
         kind = windows[window]
         for each in _listed("window", Dimensions(batch, kind, bounds), list_properties(batch, kind)):
             yield each._replace(name=f"{each.name}.{window or 'all'}")

@@ -17,7 +17,7 @@ from meshwright.planner.cost.adapters import PACKED
 from meshwright.planner.cost.blocks import layer_operators
 from meshwright.planner.cost.dimensions import Dimensions, core_heads, count_flash_lines, list_properties
 from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number, layer_kind
-from meshwright.planner.cost.tables import parse_item, select
+from meshwright.planner.cost.tables import holds, parse_item, select
 from meshwright.planner.memory.attention_tiles import TiledAttention, backward_bytes, choose_tiles
 from meshwright.planner.memory.snapshot import Allocation, NamedSnapshot, activation, message, workspace
 from meshwright.spec.adapter_config import BLOCK
@@ -89,9 +89,10 @@ class Pass:
 def attention_workspaces(batch: MicroBatch, kind: LayerKind) -> Iterator[Allocation]:
     """Yield the temporaries inside the backward of attention in plain torch, which is computed in tiles or as a ring.
     kind: kind of the layer."""
+    true = list_properties(batch, kind)
     if batch.ring:
-        yield from ring_backward(batch)
-    elif batch.capped or (batch.device == "cpu" and not batch.config.encoder):  # an encoder's kernel is PyTorch's own
+        yield from ring_backward(batch, kind)
+    elif holds("capped | !cuda & !encoder", true):  # an encoder's kernel is PyTorch's own
         yield from tiled_backward(batch, kind)
 
 
@@ -112,7 +113,7 @@ def tiled_backward(batch: MicroBatch, kind: LayerKind) -> Iterator[Allocation]:
     yield workspace("tile keys and values", found.keys_and_values)
 
 
-def ring_backward(batch: MicroBatch) -> Iterator[Allocation]:
+def ring_backward(batch: MicroBatch, kind: LayerKind) -> Iterator[Allocation]:
     """Yield the temporaries of ring attention's backward: gradient sums, KV blocks being sent and received, and the
     tensors of a tile or of the kernel's results."""
     heads, kv_heads, size, x, wide = batch.heads, batch.kv_heads, batch.config.head_dim, batch.itemsize, batch.wide
@@ -122,7 +123,9 @@ def ring_backward(batch: MicroBatch) -> Iterator[Allocation]:
     yield message("upcast gradients of keys and values", 6 * kv_heads * of_head * wide)
     passing = 2 * kv_heads * of_head * x * (1 + min(2, batch.cp - 1))
     results = (heads + 2 * kv_heads) * of_head * x  # after the last ring step
-    if batch.flash:  # a call with half of the tokens, and with documents copies of what is concatenated
+    if "flash" in list_properties(
+        batch, kind
+    ):  # a call with half of the tokens, and with documents copies of what is concatenated
         copied = batch.masked and batch.rows > 1
         lines = count_flash_lines(batch, heads, half, batch.ring_documents if batch.masked else 0)
         inside = 4 * lines * (1 + -(-size // 32) * 32) + (2 * heads * of_head if kv_heads < heads else 0)
