@@ -15,7 +15,8 @@ from meshwright.planner.api import plan
 from meshwright.planner.hardware import machine_profile as process_constants
 from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.hardware.machine_profile import VERSION, ProcessConstants, ProcessKey
-from meshwright.planner.memory.ledger import Allocation, Ledger
+from meshwright.planner.memory.ledger import Ledger
+from meshwright.planner.memory.snapshot import Allocation
 from meshwright.planner.search.estimate import problem_of
 from meshwright.planner.search.search import search
 from meshwright.planner.show.text import estimate_text

@@ -22,7 +22,8 @@ from meshwright.monitoring.memory import (
     read_resident_bytes,
 )
 from meshwright.planner.hardware.machine_profile import ProcessConstants
-from meshwright.planner.memory.ledger import Allocation, Ledger
+from meshwright.planner.memory.ledger import Ledger
+from meshwright.planner.memory.snapshot import Allocation
 
 if TYPE_CHECKING:
     from meshwright.training.language_model import LanguageModelTask

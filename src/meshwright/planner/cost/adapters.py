@@ -121,12 +121,13 @@ def _add_adapter(
         "saved_rows": operator.kept[0].shape[0] if routed else rows, "held": product.count if routed else 1,
     }  # fmt: skip
     true = list_properties(batch, kind).union({"routed_adapter"} if routed else ())
-    found = [
-        Operator(row, batch, Dimensions(batch, kind, sizes | {"matrix_width": width}))
-        for section, each in (("adapter", widths[:1]), ("adapter_matrix", widths))
-        for width in each
-        for row in list_rows(section, true, f"{operator.name}.adapter", ())
-    ]
+    prefix = f"{operator.name}.adapter"
+    found = [Operator(row, batch, Dimensions(batch, kind, sizes)) for row in list_rows("adapter", true, prefix, ())]
+    for number, width in enumerate(widths):
+        dimensions = Dimensions(batch, kind, sizes | {"matrix_width": width})
+        for row in list_rows("adapter_matrix", true, prefix, ()):
+            one = Operator(row, batch, dimensions)
+            found.append(one.replace(kept=[each._replace(name=f"{each.name}.{number}") for each in one.kept]))
     operations = (one for each in found for one in each.operations)
     unneeded = () if input_gradient else (".a", ".dropout")  # gradients of the layer's input
     added = [one for one in operations if one.phase != "input" or not one.name.endswith(unneeded)]

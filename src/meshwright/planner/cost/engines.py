@@ -4,7 +4,7 @@ properties that decide the cost of a step in addition to the model, the layout a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from meshwright.errors import UserError
 from meshwright.names import unknown
@@ -128,11 +128,10 @@ class Engine:
 _COMPILED_LOSS = 12.0  # bf16 logits read for the maxima, for the sums, and read and written for the gradient; a copy
 
 
-_TABLE = read_packaged_toml("planner/cost/engines.toml")
-ENGINES = {
-    name: Engine(name, **{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
-    for name, fields in _TABLE.items()
-}
+ENGINES: dict[str, Engine] = {}
+for _name, _table in read_packaged_toml("planner/cost/engines.toml").items():
+    _fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in _table.items()}
+    ENGINES[_name] = Engine(_name, **_fields)
 
 
 def engine(name: str | Engine, *, compile: bool = False) -> Engine:

@@ -21,11 +21,11 @@ from meshwright.spec.chunks import keeps_head_gradient
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.stages import Stage
 
-MICRO_BATCH_PARTS = ("compute", "tensor", "context", "expert", "data")
+MICRO_BATCH_PARTS: tuple[str, ...] = ("compute", "tensor", "context", "expert", "data")
 PHASES = ("forward", "input", "weight")
 """Forward; gradients of inputs, with recompute; gradients of weights."""
 
-UNCORRECTED = np.ones(len(MICRO_BATCH_PARTS))
+UNCORRECTED: Floats = np.ones(len(MICRO_BATCH_PARTS))
 """Factors of 1: each part of a micro-batch takes as long as its operations timed alone."""
 
 _PART = {part: number for number, part in enumerate(MICRO_BATCH_PARTS)}
@@ -145,7 +145,7 @@ class LayerTimes:
         if self.problem.pairs:
             return np.zeros(len(index), dtype=bool)
         tokens = self.rows[index] * self.problem.sequence // self.cp[index]
-        vocabulary = -(-self.problem.config.vocabulary // self.tp[index])
+        vocabulary: Any = -(-self.problem.config.vocabulary // self.tp[index])
         kept = keeps_head_gradient(tokens, vocabulary, layers, "none", at_once)
         return np.where(self.full[index], at_once, kept)
 

@@ -289,7 +289,7 @@ def _described(table: Mapping[str, Any], where: str) -> Device:
     whose text begins with `where`, for an invalid table."""
     where = f"{where}: device"
     refuse_unknown(table, DEVICE_FIELDS, where)
-    figures = {
+    figures: dict[str, Any] = {
         field: _read_figure(table[key], f"{where}: {key}", unit) * unit
         for key, field, unit in (
             ("memory_bytes", "memory_bytes", 1.0), ("memory_gb_per_second", "memory_bandwidth", _GIGA),

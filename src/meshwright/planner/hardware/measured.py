@@ -259,8 +259,8 @@ def read(table: Any, where: str) -> Measured:
             name: tuple(_record(_RECORDS[name], each, name) for each in found) for name, found in lists.items()
         }
         return Measured(
-            read_text(table["backend"], "backend"), *(read_count(table[key], key) for key in ("ranks", "threads")),
-            **records, **single,
+            read_text(table["backend"], "backend"), read_count(table["ranks"], "ranks"),
+            read_count(table["threads"], "threads"), **records, **single,
             copies=tuple((read_text(each["name"], "copies"), _curve(each)) for each in table.get("copies", ())),
             starts=tuple((name, read_number(value, name)) for name, value in table.get("starts", {}).items()),
         )  # fmt: skip

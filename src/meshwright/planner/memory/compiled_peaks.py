@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from meshwright.planner.cost.micro_batch import MicroBatch, layer_examples, layer_kind
+from meshwright.planner.cost.micro_batch import MicroBatch, Number, layer_examples, layer_kind
 from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT, CompiledBlock
 from meshwright.planner.memory.inductor import KernelMemory, find_peak
@@ -53,7 +53,7 @@ def backward_extras(batch: MicroBatch, layer: int, state: Backward) -> Iterator[
         yield name, list(_extras(held, f"layers.{layer}"))
 
 
-def peak_temporaries(batch: MicroBatch, layer: int) -> int:
+def peak_temporaries(batch: MicroBatch, layer: int) -> Number:
     """Return the peak bytes of a compiled layer's temporaries over forward and backward, without weight gradients,
     whose size does not depend on the batch."""
     layer = _first_equal(batch, layer)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from meshwright.planner.cost.micro_batch import Number
 from meshwright.planner.memory.snapshot import Allocation
 
 
@@ -55,7 +56,7 @@ class KernelMemory:
     inside: tuple[Allocation, ...] = ()
 
     @property
-    def bytes(self) -> int:
+    def bytes(self) -> Number:
         """Bytes allocated in addition to the graph's inputs; inputs that were freed count as negative bytes."""
         return sum(each.bytes for each in self.buffers.values()) + sum(each.bytes for each in self.inside) - self.gone
 

@@ -23,8 +23,9 @@ from meshwright.planner.cost.micro_batch import layer_examples
 from meshwright.planner.cost.pipeline_times import communicated_zero_stage, place_stages
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.memory.activation_bytes import state_bytes_per_parameter
-from meshwright.planner.memory.ledger import CUDA_CONTEXT, STORED, Allocation, Ledger, ledger
+from meshwright.planner.memory.ledger import CUDA_CONTEXT, STORED, Ledger, ledger
 from meshwright.planner.memory.published import published_layer
+from meshwright.planner.memory.snapshot import Allocation
 from meshwright.planner.problem import Problem
 from meshwright.spec.stage_times import program_for
 from meshwright.spec.stages import Stage

@@ -110,7 +110,7 @@ class Snapshot:
     list_saved: Callable[[], list[Allocation]] = list
 
     @property
-    def bytes(self) -> int:
+    def bytes(self) -> Number:
         """Total bytes of the snapshot."""
         return self.saved_bytes + sum(one.bytes for one in self.temporaries)
 

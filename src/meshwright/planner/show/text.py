@@ -12,8 +12,8 @@ from meshwright.planner.calibrate import RunFigures
 from meshwright.planner.cost.bounds import StepProperties, bound_seconds
 from meshwright.planner.cost.step_time import StepTime
 from meshwright.planner.hardware.calibration import Calibration
-from meshwright.planner.memory.ledger import Allocation
 from meshwright.planner.memory.rank_memory import RankMemory, merge_layers
+from meshwright.planner.memory.snapshot import Allocation
 from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate, model_document
 from meshwright.planner.search.nearest import Nearest
