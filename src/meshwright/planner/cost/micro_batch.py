@@ -208,11 +208,6 @@ class MicroBatch:
         """Number of key-value heads of this tp rank, at least 1."""
         return at_least(self.config.kv_heads // self.tp, 1)
 
-    @cached_property
-    def qkv_width(self) -> Number:
-        """Output features of the fused query, key and value projection on this rank."""
-        return (self.heads + 2 * self.kv_heads) * self.config.head_dim
-
     @property
     def stream_bytes(self) -> Number:
         """Bytes of the residual stream on this rank, and of a message to another pipeline stage."""

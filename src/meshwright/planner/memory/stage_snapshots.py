@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
+from meshwright.planner.cost.dimensions import Dimensions
 from meshwright.planner.cost.micro_batch import MicroBatch, Number, layer_kind
 from meshwright.planner.memory import compiled_peaks, temporaries
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, can_predict_compiled
@@ -35,20 +36,13 @@ def queued_bytes(batch: MicroBatch, unrecomputed: Sequence[Allocation], layer: i
     """Return the bytes that a layer's queued weight gradients keep allocated: the inputs and the output gradients of
     its linear layers. unrecomputed: activations that the stage saves without recompute; attention: False to leave out
     attention's linear layers."""
-    config, tokens = batch.config, batch.all_tokens
+    sizes = Dimensions(batch, layer_kind(batch.config, layer))
     names = ("qkv.input", "output.input", "up.input", "down.input") if attention else ("up.input", "down.input")
-    found: Number = 0
+    found: Number = sizes["mlp_outputs x"] + (sizes["attention_outputs x"] if attention else 0)
     for each in unrecomputed:
         if each.name.startswith(f"layers.{layer}.") and each.name.endswith(names):
             found = found + each.bytes
-    gradients = tokens * (config.hidden + batch.qkv_width) if attention else 0
-    if config.has_experts(layer):
-        gradients = gradients + batch.arriving * (config.hidden + 2 * batch.expert_width)
-        if config.shared_intermediate:
-            gradients = gradients + tokens * (config.hidden + 2 * config.shared_intermediate // batch.tp)
-    else:
-        gradients = gradients + tokens * (config.hidden + config.intermediate // batch.tp * (2 if config.gated else 1))
-    return found + gradients * batch.itemsize
+    return found
 
 
 class StageSnapshots:
@@ -173,9 +167,9 @@ class StageSnapshots:
     def weight_gradients(self, state: BackwardState) -> Iterator[Snapshot]:
         """Yield the memory snapshots of the pass that computes queued weight gradients. state: state of the stage when
         the pass begins."""
-        at, config = self.batch, self.batch.config
-        columns = max(at.qkv_width, config.intermediate // at.layout.tp * (2 if config.gated else 1))
-        extras = [] if self.fused else [workspace("weight gradient", columns * config.hidden * at.itemsize)]
+        sizes = Dimensions(self.batch, layer_kind(self.batch.config, 0))
+        largest = max(sizes["qkv hidden x"], sizes["up hidden x"])
+        extras = [] if self.fused else [workspace("weight gradient", largest)]
         around = [
             *self.in_flight([*state.before, *self.started_reductions(state, True)]),
             *self._unsharded_gradients(0),
