@@ -12,7 +12,7 @@ import torch
 from meshwright.layout import Layout
 from meshwright.monitoring.memory import KERNELS_KEPT, LARGEST_MMAP_THRESHOLD
 from meshwright.planner.api import plan
-from meshwright.planner.hardware import machine_profile as process_constants
+from meshwright.planner.hardware import machine_profile
 from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.hardware.machine_profile import VERSION, ProcessConstants, ProcessKey
 from meshwright.planner.memory.ledger import Ledger
@@ -52,7 +52,7 @@ def test_constants_are_stored_per_key(key):
 def test_constants_of_two_torch_versions_are_stored_together(key, monkeypatch):
     key.write(CONSTANTS)
     with monkeypatch.context() as other:
-        other.setattr(process_constants, "torch_version", lambda: "1.0")
+        other.setattr(machine_profile, "torch_version", lambda: "1.0")
         key.write(replace(CONSTANTS, kernel_bytes=1))
     assert key.read() == CONSTANTS
 
@@ -170,7 +170,7 @@ def test_process_of_this_machine_is_measured():
 
 def test_plan_for_this_cpu_adds_the_process_to_tensors(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(process_constants, "processor_name", lambda: DEVICE)
+    monkeypatch.setattr(machine_profile, "processor_name", lambda: DEVICE)
     machine = cluster(str(cluster_file(tmp_path)))
     assert machine.measured is not None
     size = {"sequence": 64, "batch": 2}

@@ -25,16 +25,21 @@ class Dimensions(dict[str, Number]):
 
     def __init__(self, batch: MicroBatch, kind: LayerKind, more: Mapping[str, Number] | None = None) -> None:
         super().__init__(more or {})
-        self.batch, self.kind = batch, kind
+        self.batch, self.kind, key = batch, kind, ("dimensions", kind)
+        if key not in batch.operators:
+            batch.operators[key] = Dimensions(batch, kind) if more else self
+        self._shared: Dimensions = batch.operators[key]  # without `more`
 
     def __missing__(self, name: str) -> Number:
         """Compute the value of a dimension, or of a formula such as "2 tokens width". Raises `KeyError` for an unknown
         dimension."""
         if not name.isidentifier():
             found = compute_size(name, self)
+        elif self._shared is not self:
+            found = self._shared[name]
         elif name in _SIZES:
             true = list_properties(self.batch, self.kind)
-            found = self[next(size for size, condition in _SIZES[name] if holds(condition, true))]
+            found = compute_size(next(size for size, condition in _SIZES[name] if holds(condition, true)), self)
         else:
             found = FORMULAS[name](self.batch, self.kind)
         self[name] = found

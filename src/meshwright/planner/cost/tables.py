@@ -7,6 +7,7 @@ condition holds, a table where that of its key `if` does; "@NAME" in a list stan
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import cache
@@ -85,31 +86,34 @@ def holds(condition: str, true: Set[str]) -> bool:
 
 
 @cache
-def _parse_size(size: str) -> tuple[tuple[str | float, ...], ...]:
-    """Parse a formula of a size, such as "2 tokens width + tokens", into the terms of its sum. Each term is a tuple of
-    factors: numbers, and names of dimensions; a name that begins with "/" divides."""
-    number = re.compile(r"-?\d+(\.\d+)?")
-    return tuple(
-        tuple(float(each) if "." in each else int(each) if number.fullmatch(each) else each for each in term.split())
-        for term in size.replace("/ ", "/").split(" + ")
-    )
+def _parse_size(size: str) -> list[tuple[list[str | float], list[str]]]:
+    """Parse a formula of a size, such as "2 tokens width + tokens / tp", into the terms of its sum. A term is a pair:
+    its factors, numbers and names of dimensions, and the names of the dimensions that divide it."""
+    found = []
+    for term in size.replace("/ ", "/").split(" + "):
+        words = term.split()
+        factors = [_parse_factor(word) for word in words if word[0] != "/"]
+        found.append((factors, [word[1:] for word in words if word[0] == "/"]))
+    return found
+
+
+def _parse_factor(word: str) -> str | float:
+    """Return a factor of a formula: a number, or the name of a dimension unchanged."""
+    if not re.fullmatch(r"-?\d+(\.\d+)?", word):
+        return word
+    return float(word) if "." in word else int(word)
 
 
 def compute_size(size: str, dimensions: Mapping[str, Number]) -> Number:
-    """Return the value of a formula such as "2 tokens width + tokens hidden", a sum of products. A factor "/ tp"
-    divides the product before it by the dimension, and rounds down. dimensions: {name: value}."""
-    return sum(_compute_product(term, dimensions) for term in _parse_size(size))
-
-
-def _compute_product(factors: tuple[str | float, ...], dimensions: Mapping[str, Number]) -> Number:
-    """Return the product of the factors of a term. dimensions: {name: value}."""
-    found: Number = 1
-    for each in factors:
-        if isinstance(each, str) and each[0] == "/":
-            found = found // dimensions[each[1:]]
-        else:
-            found = found * (dimensions[each] if isinstance(each, str) else each)
-    return found
+    """Return the value of a formula such as "2 tokens width + tokens hidden", a sum of products. "/ tp" divides a
+    product by a dimension, and rounds down. dimensions: {name: value}."""
+    total: Number = 0
+    for factors, divisors in _parse_size(size):
+        product = math.prod([dimensions[each] if isinstance(each, str) else each for each in factors])
+        for axis in divisors:
+            product = product // dimensions[axis]
+        total = total + product
+    return total
 
 
 def parse_tensor(item: Item) -> SavedTensor:

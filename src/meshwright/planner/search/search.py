@@ -9,7 +9,7 @@ search ends when no remaining candidate can be better than those found.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -123,8 +123,7 @@ def _advice(shortlist: Shortlist, first: float) -> Iterator[TooLargeLayout]:
     fit = add_device_overhead(problem, every.bytes) <= room
     expected = shortlist.expected()
     remaining = np.where(fit, np.inf, expected)
-    traits = np.stack([change.column(every) for change in _CHANGES.values()], axis=1)  # [candidates, properties]
-    main = [name in ("tp", "cp", "pp", "recompute") for name in _CHANGES]
+    columns = {name: change.column(every) for name, change in _CHANGES.items()}
     found = 0
     for _ in range(MOST_LOOKED_AT):
         at = int(remaining.argmin())
@@ -139,28 +138,30 @@ def _advice(shortlist: Shortlist, first: float) -> Iterator[TooLargeLayout]:
             remaining[shortlist.kinds == shortlist.kinds[at]] *= seconds / remaining[at]
             remaining[at] = np.inf
             continue
-        remaining[(traits[:, main] == traits[at, main]).all(axis=1)] = np.inf
+        same = [columns[name] == columns[name][at] for name in ("tp", "cp", "pp", "recompute")]
+        remaining[np.logical_and.reduce(same)] = np.inf
         if (size := device_bytes(problem, layout)) <= room:
             continue
         found += 1
-        chosen = _find_change(shortlist, traits, at, fit, expected)
+        chosen = _find_change(shortlist, columns, at, fit, expected)
         if chosen is None:
             yield TooLargeLayout(layout, seconds, size, None, None, None)
         else:
             instead = every.layout(chosen)
-            differs = traits[chosen] != traits[at]
-            changes = [change.text(instead) for change, other in zip(_CHANGES.values(), differs, strict=True) if other]
+            changes = [_CHANGES[name].text(instead) for name in columns if columns[name][chosen] != columns[name][at]]
             change = " and ".join(dict.fromkeys(changes))
             yield TooLargeLayout(layout, seconds, size, change, instead, shortlist.seconds(chosen, instead))
 
 
-def _find_change(shortlist: Shortlist, traits: Array, index: int, fit: Array, expected: Array) -> int | None:
+def _find_change(
+    shortlist: Shortlist, columns: Mapping[str, Array], index: int, fit: Array, expected: Array
+) -> int | None:
     """Return the index of the candidate that fits and differs from candidate `index` in the fewest properties, the
     fastest of several. None if three changed properties do not suffice.
 
-    shortlist: candidates of the search; traits: [candidates, properties]; fit: bool array, True for candidates that may
-    fit; expected: predicted seconds of a step for each candidate."""
-    unlike = (traits != traits[index]).sum(axis=1)
+    shortlist: candidates of the search; columns: {property: array over all candidates}; fit: bool array, True for
+    candidates that may fit; expected: predicted seconds of a step for each candidate."""
+    unlike = np.asarray(sum((column != column[index]).astype(np.int8) for column in columns.values()))
     for changes in range(1, MOST_CHANGES + 1):
         near = np.flatnonzero(fit & (unlike == changes))
         for each in near[np.argsort(expected[near])][:MOST_ADVICE].tolist():
