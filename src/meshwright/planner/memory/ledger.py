@@ -253,6 +253,7 @@ class _StepReplay:
                 alive[kept] -= part.saved_bytes
             later, over = self.passes[stage] - left[stage] > 1, left[stage] == 0
             highest = self._find_peak(part, kind, later, over, in_flight)
+            assert min(alive.values(), default=0) >= 0, alive
             yield sum(alive.values()) + highest.bytes, highest.snapshot, dict(alive)
             if kind == _FORWARD:
                 alive[kept] += part.saved_bytes
