@@ -32,6 +32,7 @@ def published_layer(batch: MicroBatch, mixture: bool = False) -> dict[str, Numbe
     flags = {
         "alternate": engine.name == "torchtitan" and recompute == "selective" and not mixture,
         "stores_scores": batch.kernel == "scores" and recompute == "none", "compiled": engine.fusion == "compiled",
+        "gathered": keeps_gathered(batch),
     }  # fmt: skip
     true = list_properties(batch, kind) | {name for name, value in flags.items() if value}
     table = read_packaged_toml("planner/memory/published.toml")
@@ -42,6 +43,12 @@ def published_layer(batch: MicroBatch, mixture: bool = False) -> dict[str, Numbe
 
 _CONVENTIONS = {"torchtitan": "eager", "llm-foundry": "eager", "nanotron": "eager", "hai-llm": "eight_bit"}
 """Lists of `published.toml` by engine; Megatron-LM's for all others."""
+
+
+def keeps_gathered(batch: MicroBatch) -> bool:
+    """Return True if products keep their all-gathered inputs under sequence parallelism, as those of DTensors do;
+    Megatron-LM gathers them again in the backward."""
+    return batch.layout.tp > 1 and batch.layout.tensor_sequence_parallel and batch.engine.name == "torchtitan"
 
 
 @dataclass(frozen=True, slots=True)
