@@ -81,7 +81,7 @@ def answer_of(command_line, tmp_path: Path, **changes: object) -> str:
         ("documents", 10**400, "documents: takes a number, at least 1, not a number of about 401 digits"),
         ("sequence", -(10**400), "sequence: takes a whole number, at least 1, not a number of about 401 digits"),
         ("top", 10**400, "top: takes a whole number from 1 to 100, not a number of about 401 digits"),
-        ("batch", "9" * 1000, 'batch: takes a whole number, not "9999'),
+        ("batch", "9" * 1000, "batch: takes a whole number, at least 1, not '9999"),
     ],
 )
 def test_wrong_value_of_a_request_is_shortened(key: str, value: object, said: str, tmp_path: Path, command_line):

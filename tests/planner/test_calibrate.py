@@ -132,8 +132,8 @@ def damaged(place: Path, text: str) -> Path:
         (lambda place: damaged(place, "[1]"), "result.json is damaged: not a JSON object"),
         (lambda place: damaged(place, "{}"), "predicted or measured is missing"),
         (lambda place: made_up_run(place / "r", 1.0, None), "no step was timed"),
-        (lambda place: made_up_run(place / "r", 1.0, -1.0), "measured.step_seconds is damaged: -1.0"),
-        (lambda place: made_up_run(place / "r", "1", 1.0), "predicted.step_seconds is damaged: '1'"),  # type: ignore
+        (lambda place: made_up_run(place / "r", 1.0, -1.0), "measured.step_seconds takes a number above 0, not -1.0"),
+        (lambda place: made_up_run(place / "r", "1", 1.0), "predicted.step_seconds takes a number above 0, not '1'"),  # type: ignore
         (
             lambda place: made_up_run(place / "r", 1.0, 1.0, step_seconds=None),
             "did not predict the time of its steps; run `meshwright probe`, then train again",
@@ -168,7 +168,7 @@ def test_unfinished_run_and_run_of_another_device_are_refused(tmp_path):
         (3, "calibration should be a table, not 3"),
         ({"time_facto": 1.0}, 'unknown field "time_facto"; did you mean "time_factor"?'),
         ({"time_factor": 1.0}, "time_low is missing"),
-        ({"time_factor": 1.0, "time_low": 1.0, "time_high": 1.0, "runs": 1.5}, "runs takes a whole number above 0"),
+        ({"time_factor": 1.0, "time_low": 1.0, "time_high": 1.0, "runs": 1.5}, "runs takes a whole number, at least 1"),
         ({"time_factor": -1.0, "time_low": 1.0, "time_high": 1.0, "runs": 1}, "time_factor takes a number above 0"),
         ({"time_factor": 3.0, "time_low": 1.0, "time_high": 2.0, "runs": 1}, "is not between time_low and time_high"),
     ],

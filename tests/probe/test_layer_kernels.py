@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from meshwright.layout import Layout
+from meshwright.planner.cost.blocks import list_operations
 from meshwright.planner.cost.measured_rates import BACKWARD, SCORE_BYTES
 from meshwright.planner.cost.micro_batch import MicroBatch
-from meshwright.planner.cost.operations import list_operations
 from meshwright.probe.layer_kernels import VOCABULARY, list_layer_points
 from meshwright.probe.points import MeasurementPlan, MeasurementPoint, start_backward, time_point
 from meshwright.spec.presets import preset

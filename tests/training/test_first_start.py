@@ -26,9 +26,10 @@ from meshwright.planner.hardware.machine_profile import (
     PROBE_VARIABLE,
     FailedMeasurement,
     HardwareProfileKey,
+    ProcessConstants,
+    ProcessKey,
     measurement_lock,
 )
-from meshwright.planner.hardware.process_constants import ProcessConstants, ProcessKey
 from meshwright.probe import communication
 from meshwright.probe import ranks as probe_ranks
 from meshwright.probe.points import MeasurementPlan

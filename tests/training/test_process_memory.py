@@ -12,11 +12,11 @@ import torch
 from meshwright.layout import Layout
 from meshwright.monitoring.memory import KERNELS_KEPT, LARGEST_MMAP_THRESHOLD
 from meshwright.planner.api import plan
-from meshwright.planner.hardware import process_constants
+from meshwright.planner.hardware import machine_profile
 from meshwright.planner.hardware.cluster import cluster
-from meshwright.planner.hardware.machine_profile import VERSION
-from meshwright.planner.hardware.process_constants import ProcessConstants, ProcessKey
-from meshwright.planner.memory.ledger import Item, Ledger
+from meshwright.planner.hardware.machine_profile import VERSION, ProcessConstants, ProcessKey
+from meshwright.planner.memory.ledger import Ledger
+from meshwright.planner.memory.snapshot import Allocation
 from meshwright.planner.search.estimate import problem_of
 from meshwright.planner.search.search import search
 from meshwright.planner.show.text import estimate_text
@@ -52,7 +52,7 @@ def test_constants_are_stored_per_key(key):
 def test_constants_of_two_torch_versions_are_stored_together(key, monkeypatch):
     key.write(CONSTANTS)
     with monkeypatch.context() as other:
-        other.setattr(process_constants, "torch_version", lambda: "1.0")
+        other.setattr(machine_profile, "torch_version", lambda: "1.0")
         key.write(replace(CONSTANTS, kernel_bytes=1))
     assert key.read() == CONSTANTS
 
@@ -97,8 +97,8 @@ def trainer(layout: str = "dp1 fp32", *, compiled: bool = False, experts: int = 
 
 def peak_of(*tensors: int) -> Ledger:
     """A ledger of 8 MiB of model states and tensors of these sizes."""
-    items = [Item("parameters", "all", (2 * MIB,), "float32", 8 * MIB, None, "start", "end")]
-    items += [Item("activations", "x", (size,), "uint8", size, 0, "forward", "backward") for size in tensors]
+    items = [Allocation("parameters", "all", (2 * MIB,), "float32", 8 * MIB, None, "start", "end")]
+    items += [Allocation("activations", "x", (size,), "uint8", size, 0, "forward", "backward") for size in tensors]
     return Ledger(tuple(items), sum(item.bytes for item in items), "backward", 8 * MIB)
 
 
@@ -170,7 +170,7 @@ def test_process_of_this_machine_is_measured():
 
 def test_plan_for_this_cpu_adds_the_process_to_tensors(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(process_constants, "processor_name", lambda: DEVICE)
+    monkeypatch.setattr(machine_profile, "processor_name", lambda: DEVICE)
     machine = cluster(str(cluster_file(tmp_path)))
     assert machine.measured is not None
     size = {"sequence": 64, "batch": 2}

@@ -118,14 +118,10 @@ class Plan:
 
 
 def plan(
-    model: ModelConfig | Recipe | str | Path | Mapping[str, Any],
-    cluster: Cluster | str | Mapping[str, Any],
-    layout: Layout | str | None = None,
-    *,
-    sequence: int | None = None,
-    batch: int | None = None,
+    model: ModelConfig | Recipe | str | Path | Mapping[str, Any], cluster: Cluster | str | Mapping[str, Any],
+    layout: Layout | str | None = None, *, sequence: int | None = None, batch: int | None = None,
     **options: Unpack[PlanOptions],
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Predict time and memory of training a model on a cluster: of one layout, or of the fastest layouts that fit.
 
     Args:
@@ -156,22 +152,28 @@ def plan(
     given: dict[str, Any] = {"sequence": sequence, "batch": batch}
     given |= {name: options.get(name) for name in ("optimizer", "compile")}
     recipe = _recipe(model)
-    if "adapter" in options:
-        if recipe is not None:
-            raise UserError("adapter: a recipe has its own, in its table [adapter]")
-        model = adapted_model(model, options["adapter"])  # type: ignore[arg-type]
     if recipe is not None:
         given = values_from_recipe(recipe, given)
+    parsed = Layout.parse(layout) if isinstance(layout, str) else layout
+    top, adapter = options.get("top", 5), options.get("adapter")
+    for name, value, fits, right in (
+        ("layout", parsed, isinstance(parsed, Layout | None), "a layout or its notation"),
+        ("compile", given["compile"], isinstance(given["compile"], bool | None), "true or false"),
+        ("top", top, type(top) is int and 1 <= top <= MOST_TOP, f"a whole number from 1 to {MOST_TOP}"),
+        ("adapter", adapter, isinstance(adapter, Mapping | list | tuple | None), "an object or a list of overrides"),
+    ):
+        if not fits:
+            raise UserError(f"{name}: takes {right}, not {shorten_repr(value)}")
+    if adapter is not None:
+        if recipe is not None:
+            raise UserError("adapter: a recipe has its own, in its table [adapter]")
+        model = adapted_model(model, adapter)  # type: ignore[arg-type]
     for name, example in _EXAMPLES.items():
         if given[name] is None:
             raise UserError(f"{name} is missing: {example}")
-    parsed = Layout.parse(layout) if isinstance(layout, str) else layout
     own = None  # layout that the recipe names
     if recipe is not None and parsed is None and recipe.layout != "auto":
         own = recipe.parsed_layout
-    top = options.get("top", 5)
-    if isinstance(top, bool) or not isinstance(top, int) or not 1 <= top <= MOST_TOP:
-        raise UserError(f"top: takes a whole number from 1 to {MOST_TOP}, not {shorten_repr(top)}")
     precision = (parsed.precision if parsed else None) or options.get("precision")
     problem = problem_of(
         model if recipe is None else recipe, cluster, sequence=given["sequence"], batch=given["batch"],

@@ -8,15 +8,15 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.limits import is_finite_number, shorten_repr
 from meshwright.planner.hardware import calibration
 from meshwright.planner.hardware.calibration import Calibration
 from meshwright.planner.hardware.cluster import Cluster, cluster
+from meshwright.planner.hardware.values import read_number
 from meshwright.toml import format_toml, format_toml_value, parse_toml
 from meshwright.untrusted import read_file, read_json
 
@@ -37,9 +37,10 @@ class RunFigures:
         layout: Layout of the run, in layout notation.
         predicted_seconds: Predicted seconds of a step, without calibration.
         measured_seconds: Measured seconds of a step.
-        peak_bytes: Predicted memory peak. None if memory was not predicted, or the peak is below `LEAST_PEAK` bytes.
-        unexplained_bytes: Measured minus predicted peak (CPU: process RSS; CUDA: allocator). None if `peak_bytes` is
-            None.
+        predicted_peak_bytes: Predicted memory peak. None if memory was not predicted, or the peak is below `LEAST_PEAK`
+            bytes.
+        unexplained_bytes: Measured minus predicted peak (CPU: process RSS; CUDA: allocator). None if
+            `predicted_peak_bytes` is None.
     """
 
     run: str
@@ -47,7 +48,7 @@ class RunFigures:
     layout: str
     predicted_seconds: float
     measured_seconds: float
-    peak_bytes: int | None
+    predicted_peak_bytes: int | None
     unexplained_bytes: int | None
 
     @property
@@ -57,11 +58,7 @@ class RunFigures:
 
     def document(self) -> dict[str, Any]:
         """Return the JSON entry that `plan --calibrate --json` prints for this run."""
-        return {
-            "run": self.run, "layout": self.layout, "predicted_seconds": self.predicted_seconds,
-            "measured_seconds": self.measured_seconds, "ratio": self.ratio,
-            "predicted_peak_bytes": self.peak_bytes, "unexplained_bytes": self.unexplained_bytes,
-        }  # fmt: skip
+        return asdict(self) | {"ratio": self.ratio}
 
 
 def read_run(run: str | Path) -> RunFigures:
@@ -92,7 +89,7 @@ def read_run(run: str | Path) -> RunFigures:
         )
     if measured.get("step_seconds") is None:
         raise UserError(f"{where}: no step was timed (the first two do not count); train for more steps")
-    seconds = _positive(predicted["step_seconds"], f"{where}: {RESULT}: predicted.step_seconds")
+    seconds = read_number(predicted["step_seconds"], f"{where}: {RESULT}: predicted.step_seconds")
     before = predicted.get("calibration")
     if before is not None:  # so that a factor is not found again on top of itself
         seconds /= calibration.read(before, f"{where}: {RESULT}: predicted").time_factor
@@ -102,16 +99,8 @@ def read_run(run: str | Path) -> RunFigures:
     peak, unexplained = _memory(predicted, measured)
     return RunFigures(
         str(run), device, str(found.get("layout")), seconds,
-        _positive(measured["step_seconds"], f"{where}: {RESULT}: measured.step_seconds"), peak, unexplained,
+        read_number(measured["step_seconds"], f"{where}: {RESULT}: measured.step_seconds"), peak, unexplained,
     )  # fmt: skip
-
-
-def _positive(value: Any, where: str) -> float:
-    """Return a value read from JSON as float. Raises `UserError` unless it is a finite number above 0. where: location
-    in the file, with which the error text begins."""
-    if not is_finite_number(value) or value <= 0:
-        raise UserError(f"{where} is damaged: {shorten_repr(value)} is not a number above 0")
-    return float(value)
 
 
 def _memory(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> tuple[int | None, int | None]:
@@ -139,8 +128,9 @@ def calibration_of(runs: Sequence[RunFigures]) -> Calibration:
     / sum of predicted peak bytes, over the runs with a predicted peak.
     """
     ratios = [run.ratio for run in runs]
-    known = [(run.peak_bytes, run.unexplained_bytes) for run in runs if run.peak_bytes is not None]
-    share = sum(unexplained or 0 for _, unexplained in known) / sum(peak for peak, _ in known) if known else None
+    known = [run for run in runs if run.predicted_peak_bytes is not None]
+    peaks = sum(run.predicted_peak_bytes or 0 for run in known)
+    share = sum(run.unexplained_bytes or 0 for run in known) / peaks if known else None
     return Calibration(statistics.median(ratios), min(ratios), max(ratios), len(runs), share, len(known))
 
 

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 from meshwright.errors import ModelWarning, UserError
-from meshwright.limits import shorten
 from meshwright.names import unknown
 from meshwright.planner.api import plan
-from meshwright.planner.models import is_recipe
 from meshwright.planner.show.answers import no_fit_error
 from meshwright.untrusted import parse_json
 
-FIELDS = {
-    "model": (str, dict), "cluster": (str, dict), "sequence": (int,), "batch": (int,), "layout": (str,),
-    "engine": (str,), "compile": (bool,), "optimizer": (str,), "top": (int,), "precision": (str,),
-    "documents": (int, float), "reserve": (str, int, float), "adapter": (dict,),
-}  # fmt: skip
-NEEDED = ("model", "cluster", "sequence", "batch")
+FIELDS = (
+    *("model", "cluster", "sequence", "batch", "layout", "engine", "compile", "optimizer", "top", "precision"),
+    *("documents", "reserve", "adapter"),
+)
+"""Keys of a request: arguments of `plan`, which checks their values."""
 
 
 def answer(line: str) -> dict[str, Any]:
@@ -32,7 +27,7 @@ def answer(line: str) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ModelWarning)
         try:
-            found = _answer(_request(line))
+            found = _answer(line)
         except UserError as error:
             found = {"error": _one_line(str(error))}
         except Exception as error:
@@ -49,38 +44,22 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())[:1000]
 
 
-def _request(line: str) -> Mapping[str, Any]:
-    """Parse and check a planning request, one line of JSON. Raises `UserError` for an unknown or missing field, or one
-    of the wrong type."""
+def _answer(line: str) -> dict[str, Any]:
+    """Return the JSON document of the plan that a request, one line of JSON, asks for. Raises `UserError` for an
+    invalid request, and if no layout fits."""
     try:
-        found = parse_json(line)
+        request = parse_json(line)
     except ValueError as error:
         raise UserError(f"not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"a request is a JSON object, not {type(found).__name__}")
-    found = {key: value for key, value in found.items() if value is not None}
-    for key, value in found.items():
+    if not isinstance(request, dict):
+        raise UserError(f"a request is a JSON object, not {type(request).__name__}")
+    request = {key: value for key, value in request.items() if value is not None}
+    for key in request:
         if key not in FIELDS:
             raise UserError(unknown("field", key, FIELDS))
-        if not isinstance(value, FIELDS[key]) or (isinstance(value, bool) and bool not in FIELDS[key]):
-            raise UserError(f"{key}: takes {_kind(key)}, not {shorten(json.dumps(value))}")
-    needed = NEEDED[:2] if is_recipe(found.get("model")) else NEEDED  # a recipe holds the others
-    for key in needed:
-        if key not in found:
-            raise UserError(f"{key} is missing; a request needs {', '.join(NEEDED)}")
-    return found
-
-
-def _kind(key: str) -> str:
-    """Return a description of the JSON types that the field `key` of a planning request may have, such as "text or an
-    object"."""
-    words = {str: "text", dict: "an object", int: "a whole number", bool: "true or false", float: "a number"}
-    return " or ".join(words[each] for each in FIELDS[key] if each is not int or float not in FIELDS[key])
-
-
-def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON document of the plan that a request (arguments of `plan`) asks for. Raises `UserError` if no
-    layout fits."""
+    for key in FIELDS[:2]:
+        if key not in request:
+            raise UserError(f"{key} is missing; a request needs {', '.join(FIELDS[:4])}")
     found = plan(**request)
     if found.search is not None and not found.estimates:
         raise UserError(no_fit_error(found.search))

@@ -40,7 +40,7 @@ _ELEMENTWISE = {
     "rotary": (HEAD_SIZE, elementwise_traffic("rotary")),
     "activation": (WIDTH, elementwise_traffic("gated_activation")),
 }
-"""Operation of `planner/cost/operations.py` -> (elements per token, kernels). Elements: normalized, rotated, or read by
+"""Operation of `planner/cost/blocks.py` -> (elements per token, kernels). Elements: normalized, rotated, or read by
 the MLP's second matrix product."""
 
 

@@ -25,15 +25,17 @@ from meshwright.planner.hardware.machine_profile import (
     FailedMeasurement,
     HardwareProfile,
     HardwareProfileKey,
+    ProcessConstants,
+    ProcessKey,
     has_bf16_instructions,
     may_measure,
     measurement_lock,
+    parse_constants,
     read_fastest_precision,
     read_profile,
     write_fastest_precision,
     write_profile,
 )
-from meshwright.planner.hardware.process_constants import ProcessConstants, ProcessKey, parse_constants
 from meshwright.probe.ranks import SHORT_LIMIT_SECONDS
 from meshwright.recipe import Recipe
 from meshwright.threads import count_available_cores, measure_busy_share

@@ -18,8 +18,7 @@ from meshwright.planner.cost.reference_step import measured_step_factors
 from meshwright.planner.cost.step_time import StepTime, default_precision, step_time
 from meshwright.planner.hardware.cluster import Cluster, cluster, this_machine
 from meshwright.planner.hardware.devices import find_device
-from meshwright.planner.hardware.machine_profile import HardwareProfileKey
-from meshwright.planner.hardware.process_constants import ProcessKey
+from meshwright.planner.hardware.machine_profile import HardwareProfileKey, ProcessKey
 from meshwright.planner.memory.ledger import Ledger, ledger
 from meshwright.threads import count_available_cores
 from meshwright.training.first_start import describe_missing, find_hardware_profile

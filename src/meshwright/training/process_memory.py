@@ -2,7 +2,7 @@
 that `top`, cgroup limits and the OOM killer use.
 
 The current resident size is read. The step's tensors are the ledger's. Library memory of the first steps and the
-allocator's overhead are measured in a separate process, once per machine (`planner/hardware/process_constants.py`).
+allocator's overhead are measured in a separate process, once per machine (`planner/hardware/machine_profile.py`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from meshwright.monitoring.memory import (
     read_peak_resident_bytes,
     read_resident_bytes,
 )
-from meshwright.planner.hardware.process_constants import ProcessConstants
-from meshwright.planner.memory.ledger import Item, Ledger
+from meshwright.planner.hardware.machine_profile import ProcessConstants
+from meshwright.planner.memory.ledger import Ledger
+from meshwright.planner.memory.snapshot import Allocation
 
 if TYPE_CHECKING:
     from meshwright.training.language_model import LanguageModelTask
@@ -86,7 +87,7 @@ def _import_step_modules(trainer: Trainer) -> None:
         importlib.import_module("torch._dynamo")
 
 
-def _count_heap_bytes(items: tuple[Item, ...]) -> int:
+def _count_heap_bytes(items: tuple[Allocation, ...]) -> int:
     """Return the total bytes of the tensors in `items` that malloc places on its heap, because they are too small to be
     mapped one by one. items: entries of a memory ledger.
     """

@@ -31,7 +31,7 @@ from meshwright.monitoring.memory import (
 from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.step import ForwardBackward, count_targets
-from meshwright.planner.hardware.process_constants import ProcessConstants
+from meshwright.planner.hardware.machine_profile import ProcessConstants
 from meshwright.planner.memory.ledger import ledger
 from meshwright.spec.config import ModelConfig
 from meshwright.training.optimizer import Optimizer

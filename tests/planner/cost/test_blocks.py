@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from meshwright.layout import Layout
-from meshwright.planner.cost import blocks
+from meshwright.planner.cost import tables
+from meshwright.planner.cost.blocks import list_operations
 from meshwright.planner.cost.communication import count_parameters
 from meshwright.planner.cost.data_calls import Work
 from meshwright.planner.cost.layer_times import LayerTimes
 from meshwright.planner.cost.micro_batch import MicroBatch
-from meshwright.planner.cost.operations import list_operations
 from meshwright.planner.cost.step_time import StepPredictor
 from meshwright.planner.cost.traffic import predicted_traffic
 from meshwright.planner.hardware.cluster import cluster
@@ -38,7 +38,7 @@ PROBLEM = Problem(CONFIG, cluster("2xh100-sxm"), SEQUENCE, 1)
 
 def forget_rows() -> None:
     """Empty the caches of the table and of what is computed from it."""
-    for cached in (blocks._read_rows, blocks._list_words, memory_of, fullest_rank):
+    for cached in (tables._read_rows, tables._list_words, memory_of, fullest_rank):
         cached.cache_clear()
 
 
@@ -72,7 +72,7 @@ def test_operator_added_to_a_layer_is_in_every_figure(monkeypatch: pytest.Monkey
     )  # fmt: skip
     size = "heads tp all_tokens x"
     table["calls"]["head_gate"] = [{"axis": "tp", "operation": "all-gather", "sites": [f"mlp.head_gate = {size}"]}]
-    monkeypatch.setattr(blocks, "read_packaged_toml", lambda name: table)
+    monkeypatch.setattr(tables, "read_packaged_toml", lambda name: table)
     forget_rows()
     try:
         after = figures()

@@ -8,10 +8,10 @@ import pytest
 
 from bench.deepseek_v3 import BATCH, CONFIG, LAYOUT, SEQUENCE, memory, predict, step
 from meshwright.layout import Layout
+from meshwright.planner.cost.blocks import layer_operations, prediction_operations
 from meshwright.planner.cost.communication import ProcessGroups
 from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.micro_batch import MicroBatch
-from meshwright.planner.cost.operations import layer_operations, prediction_operations
 from meshwright.planner.cost.rates import Collectives
 from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.memory.rank_memory import memory_of

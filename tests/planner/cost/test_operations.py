@@ -19,12 +19,11 @@ from meshwright.model.documents import Documents
 from meshwright.model.tiled_attention import Span, cut_span
 from meshwright.model.transformer import Transformer
 from meshwright.names import FAMILIES
-from meshwright.planner.cost.blocks import layer_operators
+from meshwright.planner.cost.blocks import layer_operators, list_operations
 from meshwright.planner.cost.dimensions import keys_per_tile
 from meshwright.planner.cost.engines import ENGINES, Engine, engine
 from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
 from meshwright.planner.cost.micro_batch import MicroBatch
-from meshwright.planner.cost.operations import list_operations
 from meshwright.planner.cost.operators import FLASH_BACKWARD, Operation
 from meshwright.planner.cost.step_time import step_time
 from meshwright.planner.hardware.cluster import cluster

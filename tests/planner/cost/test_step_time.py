@@ -15,11 +15,10 @@ from bench.plan_accuracy import HELD_BACK, figures, held_out, priced, summary
 from bench.published_runs import PUBLISHED, UNSEEN, Run, runs
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.planner.cost.blocks import layer_operators
+from meshwright.planner.cost.blocks import layer_operators, list_operations
 from meshwright.planner.cost.communication import count_parameters, group_of, timed_calls
 from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.micro_batch import MicroBatch
-from meshwright.planner.cost.operations import list_operations
 from meshwright.planner.cost.pipeline_times import exposed_seconds
 from meshwright.planner.cost.rates import Collectives, Group, Rates, straggler_terms
 from meshwright.planner.cost.step_time import PARTS, StepTime, step_time

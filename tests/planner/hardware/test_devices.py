@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from meshwright.names import PRECISIONS
-from meshwright.planner.hardware.devices import DEVICES, Device, find_device, peak_flops
+from meshwright.planner.hardware.devices import DEVICES, find_device, peak_flops
+from meshwright.toml import read_packaged_toml
+
+CATALOGUE: dict[str, Any] = read_packaged_toml("planner/hardware/devices.toml")
+ENTRIES: dict[str, dict[str, Any]] = CATALOGUE["devices"]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +74,7 @@ def test_similar_device_with_other_peaks_is_unknown(name: str):
 def test_every_device_has_catalogue_name_and_source():
     for device in DEVICES:
         assert find_device(device.name) is device
-        assert device.source
+        assert CATALOGUE["sources"][ENTRIES[device.name]["source"]]
         for precision in PRECISIONS:
             peak = peak_flops(device.name, precision)
             assert peak is None or 1e13 < peak < 1e16
@@ -110,32 +114,44 @@ def test_peaks_match_collected_table(shared_data):
 PARTS = {"mi250x": 2}  # devices that a program sees for one published part
 GH200 = {"gh200": 0, "gh200-141": 1}  # two memories in one row: "96/141"
 COLUMNS = {
-    "peak_fp8_dense_tflops": ("peaks.fp8", 1, 1),
-    "peak_fp4_dense_tflops": ("peaks.fp4", 1, 1),
-    "peak_fp32_vector_tflops": ("peaks.fp32", 1, 1),
-    "peak_tf32_dense_tflops": ("peaks.tf32", 1, 1),
-    "peak_bf16_dense_tflops": ("peaks.bf16", 1, 1),
-    "measured_bf16_matmul_tflops_MAMF": ("measured.bf16", 1, 1),
-    "hbm_gb": ("memory_gb", 1, 1),
-    "hbm_gbs": ("memory_bandwidth", 1e9, 1),
-    "scaleup_uni_gbs": ("links.scaleup", 1e9, 1),
-    "scaleup_p2p_uni_gbs": ("links.pair", 1e9, 0),
-    "scaleup_domain": ("links.domain", 1, -1),
-    "pcie_uni_gbs": ("links.host", 1e9, 0),
-    "node_gpus": ("links.node", 1, 0),
-    "inter_node_uni_gbs_per_gpu": ("links.across", 1e9, 0),
-    "tdp_w": ("power_watts", 1, 1),
-    "sm_count": ("multiprocessors", 1, 1),
-    "boost_mhz": ("clock_hz", 1e6, 0),
+    "peak_fp8_dense_tflops": ("peaks.fp8", 1),
+    "peak_fp4_dense_tflops": ("peaks.fp4", 1),
+    "peak_fp32_vector_tflops": ("peaks.fp32", 1),
+    "peak_tf32_dense_tflops": ("peaks.tf32", 1),
+    "peak_bf16_dense_tflops": ("peaks.bf16", 1),
+    "measured_bf16_matmul_tflops_MAMF": ("measured.bf16", 1),
+    "hbm_gb": ("memory.gb", 1),
+    "hbm_gbs": ("memory.gb_per_second", 1),
+    "scaleup_uni_gbs": ("links.scaleup", 1),
+    "scaleup_p2p_uni_gbs": ("links.pair", 0),
+    "scaleup_domain": ("links.domain", -1),
+    "pcie_uni_gbs": ("links.host", 0),
+    "node_gpus": ("links.node", 0),
+    "inter_node_uni_gbs_per_gpu": ("links.across", 0),
+    "tdp_w": ("power_watts", 1),
+    "sm_count": ("chip.multiprocessors", 1),
+    "boost_mhz": ("chip.clock_mhz", 0),
 }
-"""Column -> field, its unit, and of what a part of n devices has n times as much (1), as much (0), or 1/n (-1)."""
+"""Column -> key of the catalogue, and of what a part of n devices has n times as much (1), as much (0), or 1/n (-1)."""
 
 
-def parts_of(device: Device, row: dict[str, str]) -> bool:
+def parts_of(name: str, row: dict[str, str]) -> bool:
     """Whether a device of the catalogue is that of a row of the table."""
-    if device.name in GH200:
+    if name in GH200:
         return row["name"].startswith("GH200")
-    return device.published == row["name"]
+    return ENTRIES[name]["published"] == row["name"]
+
+
+def test_devices_have_the_figures_of_the_catalogue():
+    for device in DEVICES:
+        entry, links = ENTRIES[device.name], device.links
+        assert device.peaks == entry["peaks"] and device.architecture == entry["architecture"]
+        assert device.memory_bandwidth == entry["memory"]["gb_per_second"] * 1e9
+        assert (links.domain, links.node) == (entry["links"]["domain"], entry["links"]["node"])
+        for key in ("scaleup", "pair", "host", "across"):
+            figure = entry["links"].get(key)
+            assert getattr(links, key) == (None if figure is None else figure * 1e9), (device.name, key)
+        assert links.latency == CATALOGUE["latency_seconds"][entry["links"]["kind"]]["seconds"]
 
 
 def test_catalogue_matches_table_figure_by_figure(shared_data: Path):
@@ -143,13 +159,13 @@ def test_catalogue_matches_table_figure_by_figure(shared_data: Path):
         rows = list(csv.DictReader(file))
     compared = 0
     for row in rows:
-        found = [device for device in DEVICES if parts_of(device, row)]
+        found = [device for device in DEVICES if parts_of(device.name, row)]
         assert found, f"{row['name']} is in no catalogue"
         for device in found:
-            for column, (field, unit, power) in COLUMNS.items():
-                table, _, name = field.rpartition(".")
-                owner = getattr(device, table) if table else device
-                figure = owner.get(name) if isinstance(owner, Mapping) else getattr(owner, name)
+            for column, (field, power) in COLUMNS.items():
+                figure: Any = ENTRIES[device.name]
+                for key in field.split("."):
+                    figure = None if figure is None else figure.get(key)
                 text = row[column]
                 numbers = [float(number) for number in re.findall(r"\d+(?:\.\d+)?", text.split("(")[0])]
                 if text.startswith("n/a"):
@@ -159,11 +175,12 @@ def test_catalogue_matches_table_figure_by_figure(shared_data: Path):
                     continue
                 if "/" in text and device.name in GH200:
                     numbers = [numbers[GH200[device.name]]]
-                figure = figure / unit * PARTS.get(device.name, 1) ** power
+                figure = figure * PARTS.get(device.name, 1) ** power
                 assert min(numbers) <= figure <= max(numbers), (device.name, field, text)
                 compared += 1
             prices = [float(number) for number in re.findall(r"[\d.]+", row["ondemand_usd_per_gpu_hour"].split("(")[0])]
-            assert device.price == ((prices[0], prices[-1]) if prices else None), device.name
+            price = ENTRIES[device.name].get("price_usd_per_hour")
+            assert price == ([prices[0], prices[-1]] if prices else None), device.name
             reported = row["measured_allreduce_busbw_node_gbs"].split("/")
             ring = re.match(r"[\d.]+", reported[0])
             assert device.all_reduce_ring == (float(ring[0]) * 1e9 if ring else None), device.name
@@ -176,18 +193,20 @@ def test_catalogue_matches_table_figure_by_figure(shared_data: Path):
 def test_unverified_figures_are_marked(shared_data: Path):
     with open(shared_data / "measured" / "hardware.csv", newline="") as file:
         for row in csv.DictReader(file):
-            for device in DEVICES:
-                if parts_of(device, row):
-                    assert ("from memory" in device.source) == ("recall" in row["source"].split(";")[0]), device.name
-                    if device.price is not None:
+            for name, entry in ENTRIES.items():
+                if parts_of(name, row):
+                    assert (entry["source"] == "recall") == ("recall" in row["source"].split(";")[0]), name
+                    if "price_usd_per_hour" in entry:
                         read = row["price_basis"].startswith("read")
-                        assert read == ("mercatus" in device.sources.get("price", device.source)), device.name
+                        assert read == (entry.get("sources", {}).get("price", entry["source"]) == "mercatus"), name
 
 
 def test_every_figure_has_a_source():
-    for device in DEVICES:
-        for field in ("bf16", "memory_bytes", "memory_bandwidth", "links", "price", "all_reduce_ring", "latency"):
-            assert len(device.sources.get(field, device.source)) > 4, (device.name, field)
+    for name, entry in ENTRIES.items():
+        for source in (entry["source"], *entry.get("sources", {}).values()):
+            assert len(CATALOGUE["sources"][source]) > 4, name
+    for name, latency in CATALOGUE["latency_seconds"].items():
+        assert len(CATALOGUE["sources"][latency["source"]]) > 4, name
 
 
 def test_links_are_one_direction():
@@ -199,7 +218,8 @@ def test_links_are_one_direction():
 def test_memory_is_that_of_the_driver():
     """In data sheets, GB may be GiB or 10^9 bytes: an H100's 80 GB are 79.6 GiB, a B300's 288 GB are 268.6 GiB."""
     for device in DEVICES:
-        assert 0.97 * device.memory_gb * 1e9 < device.memory_bytes < 1.08 * device.memory_gb * 1e9, device.name
+        published = ENTRIES[device.name]["memory"]["gb"] * 1e9
+        assert 0.97 * published < device.memory_bytes < 1.08 * published, device.name
     assert find_device("h100-sxm").memory_bytes == 81559 * 2**20
     assert find_device("b300").memory_bytes == 275040 * 2**20
     assert find_device("mi300x").memory_bytes == 192e9

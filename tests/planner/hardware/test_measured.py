@@ -135,14 +135,14 @@ def test_measurements_are_selected_by_number_of_busy_ranks():
     ("path", "value", "reason"),
     [
         (("products", 0, "seconds"), [1.0], "27 shapes, 1 times"),
-        (("products", 0, "seconds", 3), -1.0, "-1.0 is not a number above 0"),
+        (("products", 0, "seconds", 3), -1.0, "products takes a number above 0, not -1.0"),
         (("products", 0, "form"), "backward", 'unknown form "backward"'),
         (("products", 0, "shapes", 1), [3, 4], "a shape is (tokens, out, in)"),
-        (("passes", 1, "bytes", 0), math.inf, "inf is not a number above 0"),
+        (("passes", 1, "bytes", 0), math.inf, "bytes takes a number above 0, not inf"),
         (("passes", 1, "bytes", 0), 1e12, "sizes are not ascending"),
-        (("collectives", 0, "ranks"), "2", "'2' is not a whole number above 0"),
+        (("collectives", 0, "ranks"), "2", "collectives takes a whole number, at least 1, not '2'"),
         (("starts",), [1], "'list' object has no attribute 'items'"),
-        (("backend",), 3, "3 is not text"),
+        (("backend",), 3, "backend should be text, not 3"),
     ],
 )
 def test_damaged_file_error_names_the_place(path: tuple[object, ...], value: object, reason: str):

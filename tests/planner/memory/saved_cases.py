@@ -28,7 +28,7 @@ from meshwright.parallel.stage_compute import BackwardOrder, StageCompute
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.planner.cost.micro_batch import MicroBatch, Routed
 from meshwright.planner.memory.saved import saved_activations
-from meshwright.planner.memory.snapshot import Saved
+from meshwright.planner.memory.snapshot import Allocation
 from meshwright.program.pipeline import Kind
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
@@ -63,7 +63,7 @@ class Watched(NamedTuple):
 
     alive: list[tuple[int, str]]
     packed: list[tuple[int, str]]
-    predicted: list[Saved]
+    predicted: list[Allocation]
 
 
 class Storages(TorchDispatchMode):
@@ -198,7 +198,7 @@ def watch(case: Case) -> Watched:
     )
 
 
-def difference(found: Watched) -> tuple[list[tuple[int, str]], list[Saved]]:
+def difference(found: Watched) -> tuple[list[tuple[int, str]], list[Allocation]]:
     """What lives that was not predicted, and what was predicted and does not live, by size."""
     live, predicted = sorted(found.alive), sorted(found.predicted, key=lambda each: (each.bytes, each.name))
     predicted = [each for each in predicted if each.bytes]

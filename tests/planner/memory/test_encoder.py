@@ -10,11 +10,11 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.api import plan
+from meshwright.planner.cost.blocks import list_operations
 from meshwright.planner.cost.communication import count_parameters
 from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
 from meshwright.planner.cost.micro_batch import MicroBatch
-from meshwright.planner.cost.operations import list_operations
 from meshwright.planner.cost.operators import FLASH_BACKWARD
 from meshwright.planner.memory.rank_memory import fullest_rank
 from meshwright.planner.search.estimate import problem_of

@@ -13,7 +13,7 @@ from meshwright.comm.local import LocalRanks
 from meshwright.layout import Layout
 from meshwright.planner.cost.micro_batch import MicroBatch, Routed
 from meshwright.planner.memory.saved import saved_activations
-from meshwright.planner.memory.snapshot import Saved
+from meshwright.planner.memory.snapshot import Allocation
 from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import PRESETS, preset
@@ -159,7 +159,7 @@ def test_saved_activations_of_ranks_match_prediction(every: bool) -> None:
                 check(case, found)
 
 
-def bytes_of(saved: list[Saved]) -> int:
+def bytes_of(saved: list[Allocation]) -> int:
     return sum(each.bytes for each in saved)
 
 

@@ -15,7 +15,7 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.cost.blocks import layer_operators
-from meshwright.planner.cost.dimensions import FORMULAS, Dimensions, find_properties
+from meshwright.planner.cost.dimensions import DIMENSIONS, Dimensions, find_properties
 from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.micro_batch import MicroBatch, layer_examples
 from meshwright.planner.cost.tables import (
@@ -88,12 +88,12 @@ def record_names(monkeypatch: pytest.MonkeyPatch) -> tuple[Names, Names]:
     list_saved, list_temporaries = saved._listed, temporaries.Pass.snapshots
 
     def record_saved(section: str, sizes: Dimensions, true: frozenset[str]) -> Any:
-        dimensions[section].update(sizes, FORMULAS)
+        dimensions[section].update(sizes, DIMENSIONS)
         properties[section].update(true)
         return list_saved(section, sizes, true)
 
     def record_temporaries(each: temporaries.Pass, section: str) -> Any:
-        dimensions[section].update(each.dimensions, FORMULAS)
+        dimensions[section].update(each.dimensions, DIMENSIONS)
         properties[section].update(each.properties)
         return list_temporaries(each, section)
 
@@ -180,8 +180,12 @@ def list_property_names() -> set[str]:
 def test_operators_name_dimensions_and_properties_that_exist() -> None:
     """A wrong name in a condition would only leave an operator, a tensor or a collective out."""
     table, words = read_packaged_toml("planner/cost/operators.toml"), re.compile(r"[a-z_]\w*")
-    properties, sizes, kinds = {"keeps_gradient"}, {*FORMULAS, "arrived", "computed", "logits"}, set[str]()
-    properties |= list_property_names()
+    properties, sizes, kinds = {"keeps_gradient"}, {*DIMENSIONS, "arrived", "computed", "logits"}, set[str]()
+    properties |= list_property_names() | {"routed_adapter"}
+    sizes |= {
+        "adapted_rows", "adapted_outputs", "adapted_inputs", "products", "rank", "matrices", "low", "written",
+        "saved_rows", "held", "matrix_width",
+    }  # fmt: skip
     adapted = {
         operator.name for layer in ("llama-tiny", "qwen2-moe-tiny")
         for operator in layer_operators(MicroBatch.of(preset(layer), Layout(), 1, 64), 0)

@@ -113,7 +113,7 @@ def test_operations_add_up_to_compute_time(precision: str):
     rows = explain(one.problem, one.layout)
     assert sum(row.seconds for row in rows) * 2 == pytest.approx(one.time.breakdown["compute"], rel=1e-6)
     assert sum(row.share for row in rows) == pytest.approx(1.0)
-    bound = {row.name: row.bound for row in rows if row.phase == "forward"}
+    bound = {row.operation: row.bound for row in rows if row.phase == "forward"}
     assert bound["mlp.up"] == "compute" and bound["residual"] == "memory"
 
 
@@ -204,7 +204,7 @@ def test_jobs_are_answered_line_by_line():
         (json.dumps({**request, "optimizer": "lion"}), 'unknown optimizer "lion"'),
         (json.dumps({**request, "documents": 0}), "documents: takes a number"),
         (json.dumps({**request, "reserve": "90GiB"}), "reserve: takes a fraction below 1"),
-        (json.dumps({**request, "reserve": True}), "reserve: takes text or a number"),
+        (json.dumps({**request, "reserve": True}), "reserve: takes a fraction below 1"),
         (json.dumps({**request, "batch": 10**30}), "at most 16,777,216"),
         ("[" * 100_000, "not JSON"), (json.dumps({**request, "model": "a\0b"}), "unknown model"),
         (json.dumps({**request, "top": 0, "layout": None}), "top: takes a whole number from 1 to 100"),

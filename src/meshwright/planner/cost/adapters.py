@@ -7,17 +7,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
+from meshwright.planner.cost.dimensions import Dimensions, list_properties
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, Adapted, LayerKind, MicroBatch, Number
 from meshwright.planner.cost.operators import (
-    LinearShape,
     Operation,
     Operator,
     Phase,
     SavedTensor,
-    elementwise_kernels,
     elementwise_traffic,
-    linear_kernels,
 )
+from meshwright.planner.cost.tables import list_rows
 from meshwright.spec.adapter_config import BLOCK, RECORD_BYTES
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
@@ -108,61 +107,36 @@ def _unpack_kernels(batch: MicroBatch, product: Operation, input_gradient: bool)
 def _add_adapter(
     batch: MicroBatch, operator: Operator, product: Operation, adapted: Adapted, input_gradient: bool
 ) -> Operator:
-    """Return the operator of a frozen linear layer with the matrix products of its adapter added. product: matrix
-    product with the frozen weight; adapted: the adapter; input_gradient: True if the gradient of the layer's input is
-    computed."""
+    """Return the operator of a frozen linear layer with the operators of its adapter added (sections "adapter" and
+    "adapter_matrix" of `operators.toml`). product: matrix product with the frozen weight; adapted: the adapter;
+    input_gradient: True if the gradient of the layer's input is computed."""
     assert batch.config.adapter and product.shape
-    rank, dora = batch.config.adapter.rank, batch.config.adapter.kind == "dora"
-    rows, outputs, inputs = product.shape
-    matrices, name, count = len(adapted.shares), f"{operator.name}.adapter", product.count
-    routed = ".experts." in operator.name
-    first = linear_kernels(batch, f"{name}.a", LinearShape(rows, matrices * rank, inputs, count))
-    found = [one for one in first if input_gradient or one.phase != "input"]
-    parts, written = [], 0.0
-    for number, share in enumerate(adapted.shares):
-        width = outputs * share
-        found += linear_kernels(batch, f"{name}.b", LinearShape(rows, width, rank, count))
-        parts.append(SavedTensor(f"{name}.product.{number}", (rows, width), "x"))
-        written = written + width
-    found += elementwise_kernels(batch, f"{name}.scale", rows * count * matrices * rank, "scaled")
-    found += elementwise_kernels(batch, f"{name}.sum", rows * count * outputs, "adapted")
-    if batch.config.adapter.dropout:
-        dropped = elementwise_kernels(batch, f"{name}.dropout", rows * count * inputs, "adapter_dropout")
-        found += [one for one in dropped if input_gradient or one.phase != "input"]
-    saved, parameters = [SavedTensor(f"{name}.low", (rows, matrices * rank), "x")], matrices * rank * inputs
-    parameters = (parameters + rank * written) * count
-    kept = saved[:1]
-    copies, held = rows, 1
-    if routed:  # of the copies that this rank's experts compute
-        copies, held = operator.kept[0].shape[0], count
-        kept = saved = [SavedTensor(f"{name}.low", (copies, matrices * rank), "x")]
-        kept = kept + [
-            SavedTensor(f"{name}.product.{number}", (copies, outputs * share), "x")
-            for number, share in enumerate(adapted.shares)
-        ]
-    if dora:
-        norms = (
-            LinearShape(written, rank, inputs),
-            LinearShape(rank, rank, inputs, matrices),
-            LinearShape(written, rank, rank),
-        )
-        found += [linear_kernels(batch, f"{name}.norms", each._replace(count=each.count * held))[0] for each in norms]
-        found += elementwise_kernels(batch, f"{name}.magnitude", rows * held * outputs, "scaled_by_vector")
-        saved += [
-            SavedTensor(f"{name}.unscaled", (copies, outputs), "x"),
-            SavedTensor(f"{name}.factors", (held, outputs), "x"),
-        ]
-        saved += [SavedTensor(f"{name}.norms", (held, written), "x")]
-        for number, share in enumerate(adapted.shares):  # products of which the norms are computed
-            parts.append(SavedTensor(f"{name}.norms.{number}.aa", (held, rank, rank), "x"))
-            shape = held, outputs * share, rank
-            parts += [SavedTensor(f"{name}.norms.{number}.{of}", shape, "x") for of in ("wa", "baa")]
-        parameters = parameters + written * held
-    owned = "expert_parameters" if routed and batch.expert_parallel else "parameters"
+    rank, (rows, outputs, inputs) = batch.config.adapter.rank, product.shape
+    routed, kind = ".experts." in operator.name, LayerKind(None, False, rotates=False)
+    widths = [outputs * share for share in adapted.shares]
+    sizes = {
+        "adapted_rows": rows, "adapted_outputs": outputs, "adapted_inputs": inputs, "products": product.count,
+        "rank": rank, "matrices": len(widths), "low": len(widths) * rank, "written": sum(widths),
+        # Of routed experts the copies that this rank computes are saved, and each expert has its own norms.
+        "saved_rows": operator.kept[0].shape[0] if routed else rows, "held": product.count if routed else 1,
+    }  # fmt: skip
+    true = list_properties(batch, kind).union({"routed_adapter"} if routed else ())
+    prefix = f"{operator.name}.adapter"
+    found = [Operator(row, batch, Dimensions(batch, kind, sizes)) for row in list_rows("adapter", true, prefix, ())]
+    for number, width in enumerate(widths):
+        dimensions = Dimensions(batch, kind, sizes | {"matrix_width": width})
+        for row in list_rows("adapter_matrix", true, prefix, ()):
+            one = Operator(row, batch, dimensions)
+            found.append(one.replace(kept=[each._replace(name=f"{each.name}.{number}") for each in one.kept]))
+    operations = (one for each in found for one in each.operations)
+    unneeded = () if input_gradient else (".a", ".dropout")  # gradients of the layer's input
+    added = [one for one in operations if one.phase != "input" or not one.name.endswith(unneeded)]
     return operator.replace(
-        operations=(*operator.operations, *found), saved=(*operator.saved, *saved),
-        kept=(*operator.kept, *kept, *(parts if dora else ())),
-    ).replace(**{owned: parameters})  # fmt: skip
+        operations=(*operator.operations, *added),
+        saved=(*operator.saved, *(one for each in found for one in each.saved)),
+        kept=(*operator.kept, *(one for each in found for one in each.kept)),
+        **{name: sum(getattr(each, name) for each in found) for name in ("parameters", "expert_parameters")},
+    )
 
 
 @lru_cache(maxsize=64)

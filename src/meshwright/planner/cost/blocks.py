@@ -1,19 +1,19 @@
-"""The operators of a transformer in order: of a layer, the embedding, and the head with its loss; read from the table
-`operators.toml`."""
+"""The operators of a transformer in order, read from the table `operators.toml`: of a layer, the embedding, and the
+head with its loss; and the kernels of a pipeline stage, with those that recompute."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator
-from functools import cache
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from meshwright.planner.cost.adapters import adapt_operators
 from meshwright.planner.cost.dimensions import Dimensions, list_properties
-from meshwright.planner.cost.micro_batch import MicroBatch, layer_kind
-from meshwright.planner.cost.operators import Operator, Row, SavedTensor
-from meshwright.planner.cost.tables import parse_item, parse_tensor, select
-from meshwright.toml import read_packaged_toml
+from meshwright.planner.cost.micro_batch import MicroBatch, Number, layer_kind
+from meshwright.planner.cost.operators import Operation, Operator
+from meshwright.planner.cost.tables import list_rows
+from meshwright.spec.chunks import keeps_head_gradient
+from meshwright.spec.stages import Stage
 
 
 def layer_operators(batch: MicroBatch, layer: int, input_gradient: bool = False) -> tuple[Operator, ...]:
@@ -44,9 +44,12 @@ def head_operators(batch: MicroBatch, keeps_gradient: bool) -> tuple[Operator, .
     return _cached(batch, ("encoder_head" if batch.config.encoder else "head", flags), flags)
 
 
-def prediction_input_operators(batch: MicroBatch) -> list[Operator]:
-    """Return the operators that compute the input of the multi-token-prediction layer."""
-    return list(read_operators(batch, "prediction"))
+def stage_operators(batch: MicroBatch, stage: Stage) -> list[Operator]:
+    """Return the operators of a pipeline stage in forward order: embedding, layers and head, as far as it has them."""
+    first = embedding_operators(batch) if stage.first else ()
+    last = head_operators(batch, True) if stage.last else ()
+    layers = (operator for layer in stage.layers for operator in layer_operators(batch, layer, not stage.first))
+    return [*first, *layers, *last]
 
 
 def _cached(
@@ -73,82 +76,103 @@ def read_operators(batch: MicroBatch, section: str, flags: Collection[str] = (),
     conditions in the table test them. layer: index of the layer, which decides the sizes."""
     kind = layer_kind(batch.config, layer)
     dimensions = Dimensions(batch, kind, batch.load(layer)._asdict() if kind.mixed else {})
-    for row in _list_rows(section, list_properties(batch, kind).union(flags), "", ()):
+    for row in list_rows(section, list_properties(batch, kind).union(flags), "", ()):
         yield Operator(row, batch, dimensions)
 
 
-# --- rows of the table
-
-Let = tuple[tuple[str, str], ...]
-"""(dimension, size that takes its place)."""
+_CORE = ("attention.scores", "attention.values", "attention.softmax", "attention.gradients")
 
 
-def _list_rows(section: str, true: frozenset[str], prefix: str, let: Let) -> Iterator[Row]:
-    """Yield the rows of a section of `operators.toml`. A section is a list of rows; each row describes one operator, or
-    names another section (`use`), whose rows are then yielded in its place.
+def list_operations(batch: MicroBatch, stage: Stage, *, at_once: bool = True) -> list[Operation]:
+    """Return the kernels of one micro-batch on one rank of a pipeline stage: of the forward, of recomputation, and of
+    the backward.
 
-    true: names of the properties that hold, such as "gated"; rows whose condition does not hold are left out. prefix:
-    text put before operator names that begin with ".", such as "attention" before ".qkv". let: (dimension, replacement)
-    pairs; a dimension is the name of a size, such as "width"."""
-    for row in _read_rows(section, true & _list_words(section), prefix, let):
-        if "use" in row:
-            yield from _list_rows(row["use"], true.union(row.get("flags", ())), row["name"], row["let"])
-        else:
-            yield row
-
-
-@cache
-def _read_rows(section: str, true: frozenset[str], prefix: str, let: Let) -> list[Row]:
-    """Return the rows of one section of `operators.toml`, without the rows of other sections that it names. A row
-    describes one operator. Names have their prefix, sizes their replaced dimensions, and the row's tensors, collectives
-    and kernels are parsed.
-
-    true: names of the properties that hold, such as "gated". prefix: text put before names that begin with ".". let:
-    (dimension, replacement) pairs; a dimension is the name of a size, such as "width"."""
-    table, found = read_packaged_toml("planner/cost/operators.toml"), []
-
-    def name(text: str) -> str:
-        """Return a name in full."""
-        return prefix + text if text.startswith(".") or not text else text
-
-    def tensor(text: str) -> SavedTensor:
-        """Return a tensor whose shape is not computed yet."""
-        found = parse_tensor(parse_item(text))
-        return SavedTensor(name(found.name), tuple(map(size, found.shape)), found.kind)
-
-    def size(text: str) -> str:
-        """Return a size with replaced dimensions."""
-        return re.sub(r"\w+", lambda word: own.get(word[0], word[0]), text)
-
-    for row in select(table[section], true, table["groups"]):
-        within, own = true.union(row.get("flags", ())), dict(let) | row.get("let", {})
-        row |= {"name": name(row.get("name", "")), "let": tuple(own.items())}
-        row |= {key: size(row[key]) for key in ("elements", "count") if key in row}
-        row |= {key: tuple(map(tensor, row.get(key, ()))) for key in ("saved", "kept")}
-        row |= {key: tuple(map(size, row[key])) for key in ("parameters",) if key in row}
-        row["called"] = name(row.get("called", [row["name"]])[0])
-        if "linear" in row:
-            row["linear"] = tuple(size(each.replace("*", " ")) for each in row["linear"].split())
-        kernels = select(table["kernels"][row["kernels"]], within, {}) if "kernels" in row else []
-        row["kernels"] = [
-            each | {key: size(each[key]) for key in ("flops", "bytes") if key in each}
-            | {"name": name(each.get("name", row["called"])), "shape": tuple(each.get("shape", "").split())}
-            for each in kernels
-        ]  # fmt: skip
-        row["calls"] = [
-            each | {"sites": [(at.format(name(site)), size(sent)) for at, sent in map(parse_item, each["sites"])]}
-            for kind, _, site in (text.partition(" ") for text in row.get("calls", ()))
-            for each in select(table["calls"][kind], within, {})
-        ]  # fmt: skip
-        found.append(row)
+    at_once: True if the last stage runs each backward directly after its forward; if False, the engine `meshwright` may
+    compute the logits a second time."""
+    found: list[Operation] = []
+    if stage.first:
+        found += list_kernels(embedding_operators(batch))
+    kinds = Counter(layer_kind(batch.config, layer) for layer in stage.layers)
+    examples = {layer_kind(batch.config, layer): layer for layer in reversed(stage.layers)}
+    for kind, layers in kinds.items():
+        found += [one._replace(count=one.count * layers) for one in layer_operations(batch, examples[kind])]
+    if stage.last:
+        keeps = keeps_gradient(batch, len(stage.layers), at_once) or batch.engine.name != "meshwright"
+        found += [*list_kernels(head_operators(batch, keeps)), *prediction_operations(batch, keeps)]
     return found
 
 
-@cache
-def _list_words(section: str) -> frozenset[str]:
-    """Return all words in a section of `operators.toml` and in the groups, collectives and kernels to which it refers.
-    They include every property (such as "gated") that a condition of the section tests."""
-    table = read_packaged_toml("planner/cost/operators.toml")
-    words = set(re.findall(r"\w+", str(table[section])))
-    others = [table[kind][name] for kind in ("groups", "calls", "kernels") for name in words & table[kind].keys()]
-    return frozenset(words.union(re.findall(r"\w+", str(others))))
+def prediction_operations(batch: MicroBatch, keeps_gradient: bool) -> list[Operation]:
+    """Return the kernels of the multi-token-prediction layer; an empty list for models without one. keeps_gradient:
+    True if the forward already computes and saves the gradients of the head's input and weight."""
+    if not batch.config.prediction_layers:
+        return []
+    ends = [*read_operators(batch, "prediction"), *head_operators(batch, keeps_gradient)]
+    return [*list_kernels(ends), *layer_operations(batch, batch.config.layers)]
+
+
+def keeps_gradient(batch: MicroBatch, layers: int, at_once: bool) -> bool:
+    """Return True if the forward of the last stage already computes the gradients of the head and saves them; False if
+    the backward computes the logits again. layers: number of layers in the last stage; at_once: True if its backward
+    directly follows its forward."""
+    found: bool = keeps_head_gradient(batch.all_tokens, batch.vocabulary, layers, batch.layout.recompute, at_once)
+    return found
+
+
+def layer_operations(batch: MicroBatch, layer: int) -> list[Operation]:
+    """Return the kernels of the layer with index `layer`: of the forward, of recomputation, and of the backward."""
+    found = list_kernels(layer_operators(batch, layer))
+    return [*found, *_recomputed_operations(batch, found, batch.config.has_experts(layer))]
+
+
+def list_kernels(operators: Iterable[Operator]) -> list[Operation]:
+    """Return the kernels of all `operators` in order, forward and backward, without recomputation."""
+    return [one for operator in operators for one in operator.operations]
+
+
+def _recomputed_operations(batch: MicroBatch, layer: list[Operation], mixed: bool) -> Iterator[Operation]:
+    """Yield the forward kernels of a layer that activation checkpointing runs again in the backward. layer: all kernels
+    of the layer; mixed: True if the layer's MLP is a mixture of experts."""
+    kind, engine = batch.layout.recompute, batch.engine
+    if kind == "none":
+        return
+    last = _last_product(batch, mixed) if engine.stops_early else None
+    every_second = {"attention.qkv": batch.kv_heads / (batch.heads + 2 * batch.kv_heads), "attention.output": 1.0}
+    every_second |= {"mlp.up": 0.5} if batch.config.gated else {}
+    if any(one.name == f"{last}.adapter.b" for one in layer):  # it comes after the base's product
+        last = None if batch.config.adapter and batch.config.adapter.kind == "dora" else f"{last}.adapter.b"
+    for one in layer:
+        if one.phase != "forward":
+            continue
+        core = one.kind == "attention" or one.name in _CORE
+        share: Number = 1.0
+        if kind == "full":
+            wanted = one.name != last
+        elif engine.selective == "core":
+            wanted = core or one.name == "attention.dropout"
+        elif engine.selective == "elementwise":
+            # The result of ring attention came over the wire: it is kept.
+            wanted = (core and not batch.ring) or one.kind == "elementwise"
+            if batch.config.adapter and batch.config.adapter.kind != "dora":
+                wanted = wanted or one.name.endswith(".adapter.b")
+        elif engine.selective == "up-projections":
+            wanted = one.name.endswith(("norm", ".rotary", ".activation", "_up", "_up.cast"))
+        else:
+            wanted = one.kind in ("product", "elementwise")
+            if one.kind == "product":
+                share = every_second.get(one.name)
+                wanted = share is not None
+        if wanted:
+            yield one._replace(phase="recompute", flops=share * one.flops, bytes=share * one.bytes)
+
+
+def _last_product(batch: MicroBatch, mixed: bool) -> str | None:
+    """Return the name of a layer's last matrix product if recomputation can omit it; else None. It can be omitted if
+    its result is only added to the residual stream, because the backward does not read it. mixed: True if the layer's
+    MLP is a mixture of experts."""
+    config = batch.config
+    if config.encoder or config.post_norms:  # a norm reads it, or the sum with it
+        return None
+    if not mixed:
+        return "mlp.down"
+    return "mlp.shared.down" if config.shared_intermediate and not config.shared_gate else None

@@ -84,17 +84,12 @@ def closed_makespan(
     two micro-batches are in flight, and the backwards of all follow one another (Li and Hoefler 2021, figure 2)."""
     (own_f, _, own_w), (f, b, w), most, ranks = busiest
     none = np.zeros(())
+    whole, rest = f + b + w, np.maximum(none, f + b - 2 * w)
+    half = np.maximum(none, whole / 2 - w)
     bubble = {
-        "zb-h1": lambda: np.maximum(none, f + b - w),
-        "zb-h2": lambda: np.maximum(none, f + b - 2 * w),
-        "zb-v": lambda: np.maximum(none, f + b - 2 * w) / 2,
-        "v-half": lambda: (f + b + w) / 2,
-        "v-min": lambda: (f + b + w) * 2 / 3,
-        "dualpipe": lambda: np.maximum(none, (f + b + w) / 2 - w),
-        "dualpipe-v": lambda: np.maximum(none, (f + b + w) / 2 - w),
-        "chimera": lambda: (f + b + w) / 2,
-        "auto": lambda: np.maximum(none, f + b - w),
-    }.get(schedule, lambda: (f + b + w) / chunks)()
+        "zb-h1": np.maximum(none, f + b - w), "auto": np.maximum(none, f + b - w), "zb-h2": rest, "zb-v": rest / 2,
+        "v-half": whole / 2, "v-min": whole * 2 / 3, "dualpipe": half, "dualpipe-v": half, "chimera": whole / 2,
+    }.get(schedule, whole / chunks)  # fmt: skip
     # A message goes each way over each boundary while the pipeline fills and drains; in 1F1B every micro-batch's round
     # trip also carries one each way, because nothing else is there to do meanwhile.
     messages: Floats = np.asarray(2 * (stages - 1) * transfer, dtype=np.float64)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshwright.layout import Layout
-from meshwright.planner.cost.blocks import embedding_operators, head_operators, layer_operators
+from meshwright.planner.cost.blocks import head_operators, stage_operators
 from meshwright.planner.cost.cached import cached_method
 from meshwright.planner.cost.measured_rates import CostByLayout
 from meshwright.planner.cost.micro_batch import MicroBatch, Number
@@ -103,11 +103,8 @@ def divisors(number: int) -> tuple[int, ...]:
 def count_parameters(batch: MicroBatch, stage: Stage) -> tuple[Number, Number]:
     """Return the numbers of (dense, expert-parallel) parameters that a rank of a pipeline stage holds, before ZeRO's
     sharding. Experts sharded by ep or etp are counted apart, as their gradients are reduced over other ranks."""
-    operators = [operator for layer in stage.layers for operator in layer_operators(batch, layer)]
-    operators += embedding_operators(batch) if stage.first else ()
-    operators += head_operators(batch, True) if stage.last else ()
     shared = list_shared_operators(batch) if stage.first and stage.last else ()
-    return sum_parameters(one for one in operators if one not in shared)
+    return sum_parameters(one for one in stage_operators(batch, stage) if one not in shared)
 
 
 def list_shared_operators(batch: MicroBatch) -> tuple[Operator, ...]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from meshwright.collectives.cutting import compute_sent_bytes
@@ -13,8 +14,9 @@ from meshwright.collectives.named import NamedProgram
 from meshwright.layout import Layout
 from meshwright.planner.cost.communication import ZERO_CALLS
 from meshwright.planner.cost.teacher import TeacherWork
+from meshwright.planner.memory.states import Flat, flats_of
 from meshwright.spec.foreign import REST, ModulePartition
-from meshwright.spec.parameter_entries import AXES_OF, TRAINED_BUFFERS, BufferKind, compute_padded_numel
+from meshwright.spec.parameter_entries import AXES_OF
 from meshwright.spec.parameters import ParameterTable
 from meshwright.spec.partition import Partition
 
@@ -98,37 +100,38 @@ class DataCalls:
 
     # --- parameters and their gradients
 
-    def zero_stage(self, part: BufferKind) -> int:
-        """Return the ZeRO stage that takes effect for a kind of flat parameter buffer. It is 0 if the sharding group
-        has a single rank, and for frozen parameters unless the layout's stage is 3. part: kind of the buffer, such as
-        "dense"."""
-        sharded = self.group_position(AXES_OF[part][1])[0] > 1 and (part in TRAINED_BUFFERS or self.layout.zero == 3)
-        return self.layout.zero if sharded else 0
-
-    def buffer_numel(self, unit: str, part: BufferKind) -> int:
-        """Return the number of elements, padding included, of an FSDP unit's flat parameter buffer. unit: such as
-        "layers.3"; part: kind of the buffer, such as "dense"."""
-        shards = (self.group_position(AXES_OF[part][1])[0] if self.zero_stage(part) else 1) * (1 + (part == "packed"))
-        return compute_padded_numel(self.table.unit_numel(unit, self.layout, part), shards)
+    @cached_property
+    def flats(self) -> dict[str, list[Flat]]:
+        """Flat parameter buffers of each FSDP unit."""
+        return {unit: flats_of(self.table, self.layout, [unit]) for unit in self.table.units}
 
     def count_gradients(self, unit: str, passes: int) -> None:
         """Count the bytes that this rank sends to reduce the gradients of an FSDP unit such as "layers.3", and under
         ZeRO-1 and 2 to all-gather its updated parameters. passes: backward passes in a step that add to the
         gradients."""
-        holders = self.partition.holders(unit)
-        for part in self.table.unit_buffers(unit, self.layout):
-            if part not in TRAINED_BUFFERS:
-                continue
-            numel, size, zero = self.buffer_numel(unit, part), self.work.master_bytes, self.zero_stage(part)
-            shards = self.group_position(AXES_OF[part][1])[0]
-            held = numel // shards if zero else self.table.unit_numel(unit, self.layout, part)
-            self.count_call("pipeline.gradients.shared", "pp", "all-reduce", len(holders), held * size)
+        holders, work = self.partition.holders(unit), self.work
+        for flat in (each for each in self.flats[unit] if each.trainable):
+            self.count_call(
+                "pipeline.gradients.shared", "pp", "all-reduce", len(holders), flat.held * work.master_bytes
+            )
             for call in ZERO_CALLS:
-                if zero in call.stages and not (call.of_parameters and call.repeats):  # those: `count_gathers`
+                if flat.zero in call.stages and not (
+                    call.of_parameters and call.repeats
+                ):  # those: `count_unit_gathers`
                     self.count_data_call(
-                        call.site, AXES_OF[part][call.group], call.operation, held if call.of_shard else numel,
-                        self.work.parameter_bytes if call.of_parameters else size, passes if call.repeats else 1,
+                        call.site, AXES_OF[flat.part][call.group], call.operation,
+                        flat.held if call.of_shard else flat.padded,
+                        work.parameter_bytes if call.of_parameters else work.master_bytes,
+                        passes if call.repeats else 1,
                     )  # fmt: skip
+
+    def count_unit_gathers(self, unit: str, times: int) -> None:
+        """Count the bytes that this rank sends in `times` ZeRO-3 all-gathers of the parameters of an FSDP unit."""
+        for flat in (each for each in self.flats[unit] if each.zero == 3):
+            numel, size = flat.padded, self.work.parameter_bytes
+            if flat.packed is not None:
+                numel, size = flat.held_bytes(numel, size), 1
+            self.count_data_call("data.parameters", AXES_OF[flat.part][1], "all-gather", numel, size, times)
 
 
 class BufferChanges(NamedTuple):
@@ -161,10 +164,7 @@ class ModuleCalls(DataCalls):
         self.count_data_call("data.targets", "data", "all-reduce", 1, 8)
         for unit in self.table.units:
             self.count_gradients(unit, passes)
-            if self.zero_stage("dense") == 3:
-                times = passes * (2 if unit in others[:-1] else 1)
-                numel, size = self.buffer_numel(unit, "dense"), self.work.parameter_bytes
-                self.count_data_call("data.parameters", AXES_OF["dense"][1], "all-gather", numel, size, times)
+            self.count_unit_gathers(unit, passes * (2 if unit in others[:-1] else 1))
         for site, numel in (
             ("module.buffers.changed", buffers.reported),
             ("module.buffers", buffers.averaged),

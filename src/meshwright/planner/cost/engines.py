@@ -3,7 +3,6 @@ properties that decide the cost of a step in addition to the model, the layout a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -131,22 +130,17 @@ class Engine:
 _COMPILED_LOSS = 12.0  # bf16 logits read for the maxima, for the sums, and read and written for the gradient; a copy
 
 
-def _with_tuples(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table of engines.toml with each list replaced by a tuple: the keyword arguments of `Engine`."""
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
-
-
-ENGINES = {
-    name: Engine(name, **_with_tuples(table)) for name, table in read_packaged_toml("planner/cost/engines.toml").items()
-}
+ENGINES: dict[str, Engine] = {}
+for _name, _table in read_packaged_toml("planner/cost/engines.toml").items():
+    _fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in _table.items()}
+    ENGINES[_name] = Engine(_name, **_fields)
 
 
 def engine(name: str | Engine, *, compile: bool = False) -> Engine:
     """Return the training engine called `name`, such as "megatron"; an `Engine` as `name` is not looked up. compile:
     True to return its variant for blocks compiled by torch.compile. Raises `UserError` for an unknown name; the text
     suggests the most similar one."""
-    if isinstance(name, str):
-        if name not in ENGINES:
-            raise UserError(unknown("engine", name, ENGINES))
-        name = ENGINES[name]
-    return name.compiled() if compile else name
+    found = name if isinstance(name, Engine) else ENGINES.get(str(name))
+    if found is None:
+        raise UserError(unknown("engine", str(name), ENGINES))
+    return found.compiled() if compile else found

@@ -10,17 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwright.planner.cost.blocks import embedding_operators, head_operators, layer_operators
-from meshwright.planner.cost.communication import (
-    Array,
-    ProcessGroups,
-    list_shared_operators,
-    sum_parameters,
-    timed_calls,
-)
-from meshwright.planner.cost.engines import Engine
+from meshwright.layout import Layout
+from meshwright.planner.cost import blocks, communication
 from meshwright.planner.cost.micro_batch import DTYPES, ITEM_BYTES, MicroBatch, layer_examples, layer_kind, structure
-from meshwright.planner.cost.operations import layer_operations, list_kernels, prediction_operations
 from meshwright.planner.cost.operators import CollectiveCall, Operation
 from meshwright.planner.cost.rates import Collectives, Rates, attention_kernel
 from meshwright.planner.problem import Problem, StageCandidate
@@ -29,11 +21,11 @@ from meshwright.spec.chunks import keeps_head_gradient
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.stages import Stage
 
-MICRO_BATCH_PARTS = ("compute", "tensor", "context", "expert", "data")
+MICRO_BATCH_PARTS: tuple[str, ...] = ("compute", "tensor", "context", "expert", "data")
 PHASES = ("forward", "input", "weight")
 """Forward; gradients of inputs, with recompute; gradients of weights."""
 
-UNCORRECTED = np.ones(len(MICRO_BATCH_PARTS))
+UNCORRECTED: Floats = np.ones(len(MICRO_BATCH_PARTS))
 """Factors of 1: each part of a micro-batch takes as long as its operations timed alone."""
 
 _PART = {part: number for number, part in enumerate(MICRO_BATCH_PARTS)}
@@ -41,13 +33,7 @@ _PHASE = {"forward": 0, "recompute": 1, "input": 1, "weight": 2}
 _CORE = ("attention.core", "attention.scores", "attention.softmax", "attention.values", "attention.gradients")
 
 
-def gradient_bytes(engine: Engine, itemsize: int) -> int:
-    """Return the bytes of one gradient element in reductions between ranks. itemsize: bytes of an element of
-    parameters; gradients of parameters of 4 bytes have 4 bytes under every engine."""
-    return (engine.reduced_bytes or engine.gradient_bytes) if itemsize == 2 else 4
-
-
-def group_by_structure(config: ModelConfig, candidates: Sequence[StageCandidate]) -> Iterator[Array]:
+def group_by_structure(config: ModelConfig, candidates: Sequence[StageCandidate]) -> Iterator[communication.Array]:
     """Group candidate layouts whose costs can be computed together: the same axes are larger than 1, and recompute is
     the same. Yield one array of indices into `candidates` for each group."""
     found: dict[tuple[object, ...], list[int]] = {}
@@ -65,10 +51,23 @@ def micro_batch_of(problem: Problem, candidates: Sequence[StageCandidate], **opt
     axes = {axis: np.array([getattr(layout, axis) for layout in layouts]) for axis in ("tp", "cp", "ep", "etp")}
     sizes: dict[str, Any] = {"rows": np.array([one.rows for one in candidates]), "responses": int(problem.pairs)} | axes
     return MicroBatch(
-        problem.config, layouts[0], sequence=problem.sequence, dtype=DTYPES[problem.precision], engine=problem.engine,
-        kernel=attention_kernel(problem.engine, problem.cluster, problem.config), documents=problem.documents,
-        eight_bit=problem.precision == "fp8", **(sizes | options),
-    )  # fmt: skip
+        problem.config, layouts[0], sequence=problem.sequence, **_list_settings(problem), **(sizes | options)
+    )
+
+
+def micro_batch_of_layout(problem: Problem, layout: Layout) -> MicroBatch:
+    """Return the micro-batch of a planning problem under one layout; its sizes are numbers."""
+    rows = problem.batch // (layout.dp * layout.micro_batches)
+    return MicroBatch.of(problem.config, layout, rows, problem.sequence, **_list_settings(problem))
+
+
+def _list_settings(problem: Problem) -> dict[str, Any]:
+    """Return the fields of `MicroBatch` that are equal for all layouts of a planning problem."""
+    return {
+        "dtype": DTYPES[problem.precision], "engine": problem.engine, "documents": problem.documents,
+        "kernel": attention_kernel(problem.engine, problem.cluster, problem.config),
+        "eight_bit": problem.precision == "fp8",
+    }  # fmt: skip
 
 
 class LayerTimes:
@@ -94,6 +93,9 @@ class LayerTimes:
         """Predict the times of all candidates. step_factors [parts]: factor by which each part takes longer in a step
         than its operations timed alone."""
         self.problem, self.candidates = problem, list(candidates)
+        self.dtype, engine = DTYPES[problem.precision], problem.engine
+        self.itemsize = ITEM_BYTES[self.dtype]
+        self.gradient_bytes = (engine.reduced_bytes or engine.gradient_bytes) if self.itemsize == 2 else 4
         self.collectives = Collectives(problem.cluster)
         self.rates = Rates.of(problem.cluster, problem.precision, problem.engine.fusion)
         self.examples = layer_examples(problem.config)
@@ -131,72 +133,55 @@ class LayerTimes:
             setattr(found, name, getattr(self, name).sum(axis=-2, keepdims=True))
         return found
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element of activations and parameters."""
-        return ITEM_BYTES[self.dtype]
-
-    @property
-    def dtype(self) -> str:
-        """Torch's type name of parameters."""
-        return DTYPES[self.problem.precision]
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of an element of gradients in reductions between ranks."""
-        return gradient_bytes(self.problem.engine, self.itemsize)
-
-    def layer_counts(self, stages: Sequence[Stage]) -> Array:
+    def layer_counts(self, stages: Sequence[Stage]) -> communication.Array:
         """Return the numbers of layers of each kind in pipeline stages: [stages, kinds]."""
         start, stop = np.array([(stage.layers.start, stage.layers.stop) for stage in stages]).T
         return np.asarray(self._kinds_before[stop] - self._kinds_before[start])
 
-    def keeps_gradient(self, index: Array, layers: int, at_once: bool) -> Array:
+    def keeps_gradient(self, index: communication.Array, layers: int, at_once: bool) -> communication.Array:
         """Return an array of bool, one for each candidate in `index` (array of indices): True if the forward of the
         last stage computes and saves the head's gradients. layers: number of layers in that stage; at_once: its
         backward directly follows its forward."""
         if self.problem.pairs:
             return np.zeros(len(index), dtype=bool)
-        vocabulary = self.problem.config.vocabulary
         tokens = self.rows[index] * self.problem.sequence // self.cp[index]
-        widest = np.minimum(-(-vocabulary // self.tp[index]), vocabulary)
-        kept = keeps_head_gradient(tokens, widest, layers, "none", at_once)
+        vocabulary: Any = -(-self.problem.config.vocabulary // self.tp[index])
+        kept = keeps_head_gradient(tokens, vocabulary, layers, "none", at_once)
         return np.where(self.full[index], at_once, kept)
 
-    def message_bytes(self, index: Array) -> Floats:
+    def message_bytes(self, index: communication.Array) -> Floats:
         """Return the bytes of a micro-batch's activations that a rank sends to the next stage, for each candidate in
         `index` (array of indices)."""
         problem = self.problem
         whole = self.rows[index] * problem.sequence / self.cp[index] * problem.config.hidden * self.itemsize
         return np.asarray(whole / self.cuts[index])
 
-    def _price(self, indices: Array) -> None:
+    def _price(self, indices: communication.Array) -> None:
         """Compute and store the times of the candidates with the given indices. In all their layouts the same axes are
         larger than 1, and recompute is the same."""
         chosen = [self.candidates[number] for number in indices]
         batch = micro_batch_of(self.problem, chosen)
         numbers, mesh = np.unique(self.mesh[indices], return_inverse=True)
-        groups = ProcessGroups(self.collectives, [self.meshes[number] for number in numbers], mesh)
-        price = _TimeModel(batch, self.rates, groups)
+        groups = communication.ProcessGroups(self.collectives, [self.meshes[number] for number in numbers], mesh)
+        price, host = _TimeModel(batch, self.rates, groups), self.problem.engine.host_seconds
         for number, layer in enumerate(self.examples.values()):
-            self.layer[number][..., indices] = price.seconds(
-                layer_operations(batch, layer),
-                timed_calls(layer_operators(batch, layer)),
-                self.problem.engine.host_seconds,
-            )
-        operators = embedding_operators(batch)
-        self.first[..., indices] = price.seconds(list_kernels(operators), timed_calls(operators))
-        predicted = layer_operators(batch, batch.config.layers) if batch.config.prediction_layers else ()
+            calls = communication.timed_calls(blocks.layer_operators(batch, layer))
+            self.layer[number][..., indices] = price.seconds(blocks.layer_operations(batch, layer), calls, host)
+        operators = blocks.embedding_operators(batch)
+        self.first[..., indices] = price.seconds(blocks.list_kernels(operators), communication.timed_calls(operators))
+        predicted = blocks.layer_operators(batch, batch.config.layers) if batch.config.prediction_layers else ()
         for kept in (False, True):
-            operators = head_operators(batch, kept or self.problem.engine.name != "meshwright")
-            self.last[int(kept)][..., indices] = price.seconds(list_kernels(operators), timed_calls(operators))
+            operators = blocks.head_operators(batch, kept or self.problem.engine.name != "meshwright")
+            calls = communication.timed_calls(operators)
+            self.last[int(kept)][..., indices] = price.seconds(blocks.list_kernels(operators), calls)
             if predicted:
-                calls = timed_calls([*operators, *predicted])
-                self.last[int(kept)][..., indices] += price.seconds(prediction_operations(batch, kept), calls)
-        listed = [layer_operators(batch, layer) for layer in self.examples.values()]
-        listed += [embedding_operators(batch), head_operators(batch, True), list_shared_operators(batch)]
+                calls = communication.timed_calls([*operators, *predicted])
+                self.last[int(kept)][..., indices] += price.seconds(blocks.prediction_operations(batch, kept), calls)
+        listed = [blocks.layer_operators(batch, layer) for layer in self.examples.values()]
+        listed += [blocks.embedding_operators(batch), blocks.head_operators(batch, True)]
+        listed.append(communication.list_shared_operators(batch))
         for number, each in enumerate(listed):
-            for part, numel in enumerate(sum_parameters(each)):
+            for part, numel in enumerate(communication.sum_parameters(each)):
                 self.parameters[number, part, indices] = numel
 
 
@@ -206,7 +191,7 @@ class _TimeModel(NamedTuple):
 
     batch: MicroBatch
     rates: Rates
-    groups: ProcessGroups
+    groups: communication.ProcessGroups
 
     def seconds(self, operations: Iterable[Operation], calls: Iterable[CollectiveCall], host: float = 0.0) -> Floats:
         """Return the seconds of kernels, and the exposed seconds of collectives (not hidden by kernels): an array

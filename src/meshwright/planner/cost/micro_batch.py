@@ -11,9 +11,10 @@ import numpy as np
 
 from meshwright.layout import Layout
 from meshwright.planner.cost.engines import ENGINES, AttentionKernel, Engine
-from meshwright.spec.chunks import pad_document_count
+from meshwright.spec.chunks import pad_document_count, split_loss_chunks
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
+from meshwright.spec.policy import SLICE_LOGITS
 from meshwright.spec.work import count_predictions
 
 Starts = tuple[tuple[int, ...], ...]
@@ -207,11 +208,6 @@ class MicroBatch:
         """Number of key-value heads of this tp rank, at least 1."""
         return at_least(self.config.kv_heads // self.tp, 1)
 
-    @cached_property
-    def qkv_width(self) -> Number:
-        """Output features of the fused query, key and value projection on this rank."""
-        return (self.heads + 2 * self.kv_heads) * self.config.head_dim
-
     @property
     def stream_bytes(self) -> Number:
         """Bytes of the residual stream on this rank, and of a message to another pipeline stage."""
@@ -268,6 +264,15 @@ class MicroBatch:
             )
         return count_predictions(self.config, self.rows, self.tokens)
 
+    @property
+    def loss_chunks(self) -> list[int]:
+        """Numbers of tokens of the chunks in which the loss is computed."""
+        return split_loss_chunks(self.predictions, self.vocabulary, self.device)
+
+    def loss_slice(self, tokens: int) -> int:
+        """Return the number of tokens of a chunk whose logits are in float32 at once. tokens: tokens of the chunk."""
+        return tokens if self.device != "cpu" else min(tokens, max(1, SLICE_LOGITS // self.vocabulary))
+
     def load(self, layer: int) -> Routed:
         """Return the numbers of token copies that this rank receives and computes in the mixture of experts of layer
         `layer`. They are taken from the field `routed`; for a layer that is not in it, equal load on all ranks is
@@ -287,53 +292,6 @@ class MicroBatch:
         """True if several query heads share a key-value head in the attention kernel."""
         return bool(np.all(self.heads > self.kv_heads * self.key_value_copies))
 
-    # --- masks of the CUDA attention kernels
-
-    def limited(self, window: int | None) -> bool:
-        """Return True if some token does not attend to all earlier tokens of its sequence, because of packed documents
-        or a sliding window. window: most tokens that a query attends to, None for all."""
-        return self.masked or (window is not None and window < self.sequence)
-
-    @property
-    def capped(self) -> bool:
-        """True if a GPU computes attention tile by tile in plain torch (`model/tiled_attention.py`), because flash
-        attention does not support it: scores with a softcap, or attention sinks with a type or head size that flash
-        attention lacks."""
-        config = self.config
-        tiled = config.attention_softcap is not None or (config.attention_sinks and not self._fits_flash)
-        return tiled and self.device == "cuda" and self.engine.name == "meshwright"
-
-    @property
-    def _fits_flash(self) -> bool:
-        """True if flash attention supports the element type (16 bits) and the head size (a multiple of 8, up to
-        256)."""
-        return self.narrow and self.config.head_dim % 8 == 0 and self.config.head_dim <= 256
-
-    @property
-    def flash(self) -> bool:
-        """True if flash attention computes on a GPU: 16-bit types, head sizes that are multiples of 8 up to 256, and
-        not `capped`."""
-        return self.device == "cuda" and not self.capped and self._fits_flash
-
-    def varlen(self, window: int | None) -> bool:
-        """Return True if attention runs in variable-length flash kernels, which need no mask
-        (`model/varlen_attention.py`): for packed documents, a sliding window or attention sinks. window: most tokens
-        that a query attends to, None for all."""
-        special = self.limited(window) or self.config.attention_sinks
-        return self.flash and not self.ring and not self.config.encoder and special
-
-    def dense_mask(self, window: int | None) -> bool:
-        """Return True if the CUDA attention kernel reads a dense mask [tokens, tokens]. window: most tokens that a
-        query attends to, None for all."""
-        return self.limited(window) and not self.varlen(window) and not self.capped
-
-    def repeats(self, window: int | None) -> bool:
-        """Return True if keys and values are repeated for every query head, because the CUDA kernel used does not
-        support grouped-query attention. window: most tokens that a query attends to, None for all."""
-        if self.device != "cuda" or self.ring or self.config.encoder or self.capped:
-            return False
-        return self.grouped and (self.dense_mask(window) or not self.narrow)
-
     @property
     def varlen_documents(self) -> int:
         """Number of documents in one call of variable-length attention; if unknown, the smallest possible number."""
@@ -349,12 +307,11 @@ class MicroBatch:
         if self.starts is None:
             return pad_document_count(self.rows)
         chunk = self.tokens // 2
-        return pad_document_count(
-            max(
-                sum(1 + sum(first < start < first + chunk for start in row) for row in self.starts)
-                for first in range(0, self.sequence, chunk)
-            )
+        counts = (
+            sum(1 + sum(first < start < first + chunk for start in row) for row in self.starts)
+            for first in range(0, self.sequence, chunk)
         )
+        return pad_document_count(max(counts))
 
 
 def at_least(value: Number, least: int) -> Number:

@@ -8,14 +8,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from meshwright.layout import Layout
 from meshwright.planner.cost.adapters import frozen_bytes_per_trained
-from meshwright.planner.cost.bubbles import BusiestRank, closed_makespan, find_busiest_rank
+from meshwright.planner.cost.bubbles import BusiestRank, closed_makespan, find_busiest_rank, stages_by_rank
 from meshwright.planner.cost.cached import cached_method
 from meshwright.planner.cost.communication import ZERO_CALLS, Array, ProcessGroups
 from meshwright.planner.cost.engines import Engine
 from meshwright.planner.cost.layer_times import LayerTimes
 from meshwright.planner.cost.operators import Collective
+from meshwright.planner.problem import Problem
 from meshwright.program.durations import Floats
+from meshwright.program.pipeline import PipelineProgram
 from meshwright.spec.parameter_entries import AXES_OF
 from meshwright.spec.stages import Stage
 
@@ -39,13 +42,9 @@ def communicated_zero_stage(zero: int, ranks: int, engine: Engine) -> int:
 
 
 def exposed_zero_seconds(
-    gather: Floats | float,
-    scatter: Floats | float,
-    layers: Floats | int,
-    forward: Floats,
-    back: Floats,
+    gather: Floats | float, scatter: Floats | float, layers: Floats | int, forward: Floats, back: Floats,
     slowdown: Floats | float,
-) -> tuple[Floats, Floats]:
+) -> tuple[Floats, Floats]:  # fmt: skip
     """Return (forward, backward): exposed seconds of ZeRO-2 and ZeRO-3 communication in one micro-batch of a stage, if
     the next layer is prefetched. Exposed are the first all-gather and, for every other layer, the excess of its
     communication over its computation.
@@ -69,6 +68,18 @@ def exposed_seconds(calls: Floats, work: Floats, layers: Floats | int, slowdown:
     computation loses for each overlapped second of communication."""
     waited = np.maximum(calls / layers, calls - work * (layers - 1) / layers)
     return waited + slowdown * (calls - np.minimum(calls, waited))
+
+
+def place_stages(
+    problem: Problem, layout: Layout, program: PipelineProgram | None = None
+) -> tuple[tuple[Stage, ...], list[list[int]]]:
+    """Return (pipeline stages of a layout, numbers of the stages on each pipeline rank). program: the layout's pipeline
+    program, which places the stages; None: as the schedule's name says."""
+    if program is None:
+        count, places = layout.pp * layout.chunks, stages_by_rank(layout.schedule, layout.pp, layout.chunks)
+    else:
+        count, places = program.stages, program.stages_by_rank
+    return problem.engine.stages(problem.config, count, problem.sequence), places
 
 
 class PipelineTimes:

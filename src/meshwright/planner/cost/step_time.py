@@ -14,10 +14,10 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.cost import engines
 from meshwright.planner.cost.bounds import Bounds, StepProperties, bound_seconds
-from meshwright.planner.cost.bubbles import followed_at_once, stages_by_rank
+from meshwright.planner.cost.bubbles import followed_at_once
 from meshwright.planner.cost.communication import ProcessGroups
 from meshwright.planner.cost.layer_times import MICRO_BATCH_PARTS, UNCORRECTED, LayerTimes
-from meshwright.planner.cost.pipeline_times import OPTIMIZER_BYTES, PipelineTimes
+from meshwright.planner.cost.pipeline_times import OPTIMIZER_BYTES, PipelineTimes, place_stages
 from meshwright.planner.cost.rates import straggler_terms
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.problem import Problem, StageCandidate
@@ -88,15 +88,9 @@ class StepPredictor:
     them here; index: index of the layout in `layer_times`; makespans: cache of simulated pipeline times."""
 
     def __init__(
-        self,
-        problem: Problem,
-        layout: Layout,
-        step_factors: Floats = UNCORRECTED,
-        *,
-        layer_times: LayerTimes | None = None,
-        index: int = 0,
-        makespans: MakespanCache | None = None,
-    ) -> None:
+        self, problem: Problem, layout: Layout, step_factors: Floats = UNCORRECTED, *,
+        layer_times: LayerTimes | None = None, index: int = 0, makespans: MakespanCache | None = None,
+    ) -> None:  # fmt: skip
         share = layout.dp * layout.micro_batches
         if problem.batch % share:
             raise UserError(f'layout "{layout}": batch {problem.batch} is not a multiple of dp x mb = {share}')
@@ -114,14 +108,9 @@ class StepPredictor:
     def pipeline(self, program: PipelineProgram | None) -> PipelineTimes:
         """Return the times of the layout's pipeline. program: schedule program that assigns stages to ranks; None: the
         standard assignment of the layout's schedule."""
-        layout, problem = self.layout, self.problem
-        if program is None:
-            count, places = layout.pp * layout.chunks, stages_by_rank(layout.schedule, layout.pp, layout.chunks)
-        else:
-            count, places = program.stages, program.stages_by_rank
-        stages = problem.engine.stages(problem.config, count, problem.sequence)
-        micro, transfer = np.array([float(layout.micro_batches)]), np.array([self.transfer])
-        return PipelineTimes(self.layer_times, self.index, micro, transfer, stages, places)
+        micro, transfer = np.array([float(self.layout.micro_batches)]), np.array([self.transfer])
+        placed = place_stages(self.problem, self.layout, program)
+        return PipelineTimes(self.layer_times, self.index, micro, transfer, *placed)
 
     def price(self, simulate: bool = True, parts: bool = True) -> StepTime:
         """Return the predicted seconds of the step. simulate: True for the pipeline simulator, False for the closed

@@ -1,20 +1,21 @@
 """Reader of the planner's tables of operators and tensors (TOML files).
 
 A condition consists of properties of a layer: "a & !b | c" (not before and before or). A size is a sum of products of
-numbers and dimensions: "2 tokens width + tokens hidden". A text "VALUE ? CONDITION" exists where the condition holds, a
-table where that of its key `if` does; "@NAME" in a list stands for the items of a group.
+numbers and dimensions: "2 tokens width + tokens hidden"; "/ tp" divides. A text "VALUE ? CONDITION" exists where the
+condition holds, a table where that of its key `if` does; "@NAME" in a list stands for the items of a group.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import cache
 from typing import Any, NamedTuple
 
 from meshwright.planner.cost.micro_batch import Number
-from meshwright.planner.cost.operators import SavedTensor
+from meshwright.planner.cost.operators import Row, SavedTensor
+from meshwright.toml import read_packaged_toml
 
 CONDITIONS = ("again", "bias", "repeat")
 """Keys whose values are conditions, and True or False once they are selected."""
@@ -85,22 +86,34 @@ def holds(condition: str, true: Set[str]) -> bool:
 
 
 @cache
-def _parse_size(size: str) -> tuple[tuple[str | float, ...], ...]:
-    """Parse a formula of a size, such as "2 tokens width + tokens", into the terms of its sum. Each term is a tuple of
-    factors: numbers, and names of dimensions."""
-    number = re.compile(r"-?\d+(\.\d+)?")
-    return tuple(
-        tuple(float(each) if "." in each else int(each) if number.fullmatch(each) else each for each in term.split())
-        for term in size.split(" + ")
-    )
+def _parse_size(size: str) -> list[tuple[list[str | float], list[str]]]:
+    """Parse a formula of a size, such as "2 tokens width + tokens / tp", into the terms of its sum. A term is a pair:
+    its factors, numbers and names of dimensions, and the names of the dimensions that divide it."""
+    found = []
+    for term in size.replace("/ ", "/").split(" + "):
+        words = term.split()
+        factors = [_parse_factor(word) for word in words if word[0] != "/"]
+        found.append((factors, [word[1:] for word in words if word[0] == "/"]))
+    return found
+
+
+def _parse_factor(word: str) -> str | float:
+    """Return a factor of a formula: a number, or the name of a dimension unchanged."""
+    if not re.fullmatch(r"-?\d+(\.\d+)?", word):
+        return word
+    return float(word) if "." in word else int(word)
 
 
 def compute_size(size: str, dimensions: Mapping[str, Number]) -> Number:
-    """Return the value of a formula such as "2 tokens width + tokens hidden", a sum of products. dimensions: {name:
-    value}."""
-    return sum(
-        math.prod(dimensions[each] if isinstance(each, str) else each for each in term) for term in _parse_size(size)
-    )
+    """Return the value of a formula such as "2 tokens width + tokens hidden", a sum of products. "/ tp" divides a
+    product by a dimension, and rounds down. dimensions: {name: value}."""
+    total: Number = 0
+    for factors, divisors in _parse_size(size):
+        product = math.prod([dimensions[each] if isinstance(each, str) else each for each in factors])
+        for axis in divisors:
+            product = product // dimensions[axis]
+        total = total + product
+    return total
 
 
 def parse_tensor(item: Item) -> SavedTensor:
@@ -109,3 +122,80 @@ def parse_tensor(item: Item) -> SavedTensor:
     into numbers."""
     kind, *axes = item.value.split()
     return SavedTensor(item.name, tuple(axis.replace("*", " ") for axis in axes), kind)
+
+
+# --- rows of `operators.toml`
+
+Let = tuple[tuple[str, str], ...]
+"""(dimension, size that takes its place)."""
+
+
+def list_rows(section: str, true: frozenset[str], prefix: str, let: Let) -> Iterator[Row]:
+    """Yield the rows of a section of `operators.toml`. A section is a list of rows; each row describes one operator, or
+    names another section (`use`), whose rows are then yielded in its place.
+
+    true: names of the properties that hold, such as "gated"; rows whose condition does not hold are left out. prefix:
+    text put before operator names that begin with ".", such as "attention" before ".qkv". let: (dimension, replacement)
+    pairs; a dimension is the name of a size, such as "width"."""
+    for row in _read_rows(section, true & _list_words(section), prefix, let):
+        if "use" in row:
+            yield from list_rows(row["use"], true.union(row.get("flags", ())), row["name"], row["let"])
+        else:
+            yield row
+
+
+@cache
+def _read_rows(section: str, true: frozenset[str], prefix: str, let: Let) -> list[Row]:
+    """Return the rows of one section of `operators.toml`, without the rows of other sections that it names. A row
+    describes one operator. Names have their prefix, sizes their replaced dimensions, and the row's tensors, collectives
+    and kernels are parsed.
+
+    true: names of the properties that hold, such as "gated". prefix: text put before names that begin with ".". let:
+    (dimension, replacement) pairs; a dimension is the name of a size, such as "width"."""
+    table, found = read_packaged_toml("planner/cost/operators.toml"), []
+
+    def name(text: str) -> str:
+        """Return a name in full."""
+        return prefix + text if text.startswith(".") or not text else text
+
+    def tensor(text: str) -> SavedTensor:
+        """Return a tensor whose shape is not computed yet."""
+        found = parse_tensor(parse_item(text))
+        return SavedTensor(name(found.name), tuple(map(size, found.shape)), found.kind)
+
+    def size(text: str) -> str:
+        """Return a size with replaced dimensions."""
+        return re.sub(r"\w+", lambda word: own.get(word[0], word[0]), text)
+
+    for row in select(table[section], true, table["groups"]):
+        within, own = true.union(row.get("flags", ())), dict(let) | row.get("let", {})
+        row |= {"name": name(row.get("name", "")), "let": tuple(own.items())}
+        row |= {key: size(row[key]) for key in ("elements", "count") if key in row}
+        row |= {key: tuple(map(tensor, row.get(key, ()))) for key in ("saved", "kept")}
+        row |= {key: tuple(map(size, row[key])) for key in ("parameters",) if key in row}
+        row["called"] = name(row.get("called", [row["name"]])[0])
+        if "linear" in row:
+            row["linear"] = tuple(size(each.replace("*", " ")) for each in row["linear"].split())
+        kernels = select(table["kernels"][row["kernels"]], within, {}) if "kernels" in row else []
+        row["kernels"] = [
+            each | {key: size(each[key]) for key in ("flops", "bytes") if key in each}
+            | {"name": name(each.get("name", row["called"])), "shape": tuple(each.get("shape", "").split())}
+            for each in kernels
+        ]  # fmt: skip
+        row["calls"] = [
+            each | {"sites": [(at.format(name(site)), size(sent)) for at, sent in map(parse_item, each["sites"])]}
+            for kind, _, site in (text.partition(" ") for text in row.get("calls", ()))
+            for each in select(table["calls"][kind], within, {})
+        ]  # fmt: skip
+        found.append(row)
+    return found
+
+
+@cache
+def _list_words(section: str) -> frozenset[str]:
+    """Return all words in a section of `operators.toml` and in the groups, collectives and kernels to which it refers.
+    They include every property (such as "gated") that a condition of the section tests."""
+    table = read_packaged_toml("planner/cost/operators.toml")
+    words = set(re.findall(r"\w+", str(table[section])))
+    others = [table[kind][name] for kind in ("groups", "calls", "kernels") for name in words & table[kind].keys()]
+    return frozenset(words.union(re.findall(r"\w+", str(others))))

@@ -8,19 +8,17 @@ Bytes of an operation over n ranks on a vector of b bytes, which are also the le
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from meshwright.layout import Layout
-from meshwright.planner.cost.blocks import embedding_operators, head_operators, layer_operators
+from meshwright.planner.cost.blocks import stage_operators
 from meshwright.planner.cost.data_calls import DataCalls, Work, sum_by_axis, sum_by_site
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.cost.operators import CollectiveCall
 from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.program.pipeline import COMPUTING, Kind
 from meshwright.schedules.transfers import with_transfers
-from meshwright.spec.adapter_config import BLOCK, RECORD_BYTES
-from meshwright.spec.chunks import split_loss_chunks
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.distillation import make_teacher_layout
 from meshwright.spec.parameter_entries import AXES_OF
@@ -65,7 +63,6 @@ class _StepTraffic(DataCalls):
         self.stages = self.partition.stages
 
         self.rows = work.batch // (layout.dp * layout.micro_batches)
-        self.tokens = self.rows * work.sequence // layout.cp  # of a micro-batch, on this rank of cp
         dtype = {8: "float64", 4: "float32", 2: "bfloat16"}[work.parameter_bytes]
         self.micro_batch = MicroBatch.of(
             config, layout, self.rows, work.sequence, dtype=dtype, device=work.device, responses=work.responses
@@ -128,13 +125,7 @@ class _StepTraffic(DataCalls):
     def count_operators(self, stage: Stage, count: int) -> None:
         """Count the bytes that this rank sends in a stage's tensor-, context- and expert-parallel collectives for
         `count` micro-batches, forward and backward."""
-        batch = self.micro_batch
-        layers = [operator for layer in stage.layers for operator in layer_operators(batch, layer, not stage.first)]
-        first, last = (
-            embedding_operators(batch) if stage.first else (),
-            head_operators(batch, True) if stage.last else (),
-        )
-        for operator in (*first, *layers, *last):
+        for operator in stage_operators(self.micro_batch, stage):
             for one in operator.collectives:
                 for site, size in one.sites:
                     self.count_collective(one, site, size, count * one.count * (1 + one.again))
@@ -148,16 +139,11 @@ class _StepTraffic(DataCalls):
         """Count the bytes that this rank sends in the distillation loss's all-reduces over tp for `count`
         micro-batches. teacher: sizes of the teacher."""
         at, tp = self.micro_batch, self.layout.tp
-        for chunk in self.list_loss_chunks():
+        for chunk in at.loss_chunks:
             for site, numbers in teacher.list_sums(self.layout):
                 self.count_call(site, "tp", "all-reduce", tp, numbers * chunk * at.wide, count)
         if teacher.projected and self.layout.tensor_sequence_parallel:
             self.count_call("distill.hidden", "tp", "all-reduce", tp, at.wide, count)
-
-    def list_loss_chunks(self) -> Iterable[int]:
-        """Return the numbers of tokens of the chunks in which the loss is computed."""
-        widest = min(self.micro_batch.vocabulary, self.config.vocabulary)
-        return split_loss_chunks(self.tokens, widest, self.work.device)
 
     def count_collective(self, call: CollectiveCall, site: str, size: int, times: int) -> None:
         """Count the bytes that this rank sends in `times` calls of an operator's collective. site: call site; size:
@@ -167,7 +153,7 @@ class _StepTraffic(DataCalls):
         if call.operation == "send":
             self.sent[site, axis] += times * size
         elif axis == "tp" and site.startswith("loss."):  # once for each chunk of the loss
-            for chunk in self.list_loss_chunks():
+            for chunk in self.micro_batch.loss_chunks:
                 self.count_call(site, axis, call.operation, ranks, chunk * self.micro_batch.wide, times)
         else:
             self.count_call(site, axis, call.operation, ranks, size, times)
@@ -200,14 +186,8 @@ class _StepTraffic(DataCalls):
                     gathered.subtract(self.table.needed_by(units[-1]))
             if kind in COMPUTING:
                 before = (stage, of) if kind == Kind.FORWARD else None
-        record = RECORD_BYTES.get(str(self.config.adapter and self.config.adapter.packed), 0)
         for unit, times in gathered.items():
-            for part in self.table.unit_buffers(unit, self.layout):
-                if self.zero_stage(part):
-                    numel, size = self.buffer_numel(unit, part), self.work.parameter_bytes
-                    if part == "packed":
-                        numel, size = numel // BLOCK * record, 1
-                    self.count_data_call("data.parameters", AXES_OF[part][1], "all-gather", numel, size, times)
+            self.count_unit_gathers(unit, times)
 
     def count_partial_gradients(self, units: Counter[str]) -> None:
         """Count the bytes that this rank sends to all-reduce, over tp (etp for experts), gradients of which each rank
@@ -218,11 +198,10 @@ class _StepTraffic(DataCalls):
             if entry.unit not in units or (axis := entry.partial_axis(layout)) is None:
                 continue
             start, stop = self.table.entry_range(entry, layout)
-            part = entry.buffer_kind(layout)
-            if self.zero_stage(part):
-                shards, shard = self.group_position(AXES_OF[part][1])
-                length = self.buffer_numel(entry.unit, part) // shards
-                start, stop = max(start, shard * length), min(stop, (shard + 1) * length)
+            flat = next(each for each in self.flats[entry.unit] if each.part == entry.buffer_kind(layout))
+            if flat.zero:
+                _, shard = self.group_position(AXES_OF[flat.part][1])
+                start, stop = max(start, shard * flat.held), min(stop, (shard + 1) * flat.held)
             found[axis, entry.replicas(layout)] += max(0, stop - start)
         for (name, copies), numel in found.items():
             site = "tensor.gradients" if copies == getattr(layout, name) else "tensor.gradients.shared_heads"

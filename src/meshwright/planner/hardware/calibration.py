@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.limits import is_finite_number, shorten_repr
 from meshwright.names import refuse_unknown
+from meshwright.planner.hardware.values import read_count, read_finite_number, read_number
 
 FIELDS = ("time_factor", "time_low", "time_high", "runs", "unexplained_share", "unexplained_runs")
-_COUNTS = ("runs", "unexplained_runs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +63,26 @@ def read(table: Any, where: str) -> Calibration:
     """Parse the `calibration` table of a cluster file. where: path of the file, with which the text of an error begins.
     Raises `UserError` for an invalid table."""
     where = f"{where}: calibration"
-    again = "; remove the table, or rewrite it with `meshwright plan --calibrate`"
+    try:
+        return _parse(table, where)
+    except UserError as error:
+        raise UserError(f"{error}; remove the table, or rewrite it with `meshwright plan --calibrate`") from None
+
+
+def _parse(table: Any, where: str) -> Calibration:
+    """Parse the `calibration` table of a cluster file. where: beginning of the text of a `UserError`, which is raised
+    for an invalid table."""
     if not isinstance(table, Mapping):
-        raise UserError(f"{where} should be a table, not {table!r}{again}")
+        raise UserError(f"{where} should be a table, not {table!r}")
     refuse_unknown(table, FIELDS, where)
     for key in FIELDS[:4]:
         if key not in table:
-            raise UserError(f"{where}: {key} is missing{again}")
-    for key, value in table.items():
-        whole, positive = key in _COUNTS, key != "unexplained_share"
-        if not is_finite_number(value) or (whole and not isinstance(value, int)) or (positive and value <= 0):
-            kind = f"{'a whole number' if whole else 'a number'}{' above 0' * positive}"
-            raise UserError(f"{where}: {key} takes {kind}, not {shorten_repr(value)}{again}")
-    low, factor, high = (float(table[f"time_{name}"]) for name in ("low", "factor", "high"))
-    if not low <= factor <= high:
-        raise UserError(f"{where}: time_factor {factor:g} is not between time_low and time_high{again}")
-    values: dict[str, Any] = {key: value if key in _COUNTS else float(value) for key, value in table.items()}
-    return Calibration(**values)
+            raise UserError(f"{where}: {key} is missing")
+    readers = {"runs": read_count, "unexplained_runs": read_count, "unexplained_share": read_finite_number}
+    values: dict[str, Any] = {
+        key: readers.get(key, read_number)(value, f"{where}: {key}") for key, value in table.items()
+    }
+    found = Calibration(**values)
+    if not found.time_low <= found.time_factor <= found.time_high:
+        raise UserError(f"{where}: time_factor {found.time_factor:g} is not between time_low and time_high")
+    return found

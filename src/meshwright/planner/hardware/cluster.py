@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from meshwright.planner.hardware.devices import DEVICES, Device, find_device
 from meshwright.planner.hardware.machine_profile import profiles_here
 from meshwright.planner.hardware.measured import Measured
 from meshwright.planner.hardware.measured import read as read_measured
+from meshwright.planner.hardware.values import read_count, read_number, read_text
 from meshwright.toml import read_toml
 
 _TERA, _GIGA = 1e12, 1e9
@@ -210,29 +210,23 @@ def _from_mapping(table: Mapping[str, Any], where: str) -> Cluster:
     for key in ("device", "devices"):
         if key not in table:
             raise UserError(f"{where}: {key} is missing; device and devices are required, such as h100-sxm and 64")
-    described = isinstance(table["device"], Mapping)
-    device = _described(table["device"], where) if described else _catalogued(table["device"], where)
-    devices = _count(table["devices"], "devices", where)
-    size = _node(device, devices, table, where)
+    device = (_described if isinstance(table["device"], Mapping) else _catalogued)(table["device"], where)
+    devices = _count(table, "devices", where)
+    size = _count(table, "devices_per_node", where) if "devices_per_node" in table else _node_size(device, devices)
+    size = min(size, devices)
     if devices % size:
         few, many = devices // size * size, -(-devices // size) * size
         right = f"{few} or {many}" if few else f"{many}"
         other = _factors(devices, size)
         another = f", or nodes of another size ({other})" if other else ""
         raise UserError(f"{where}: {devices} devices do not fill nodes of {size}; choose {right}{another}")
-    links = device.links
-    inside = across = None
-    if links is not None:
-        inside = Link(*_inside(device, size))
-        across = None if links.across is None else Link(links.across, links.across_latency)
-    inside = _link(inside, "inside", table, where, needed=size > 1)
-    across = _link(across, "across", table, where, needed=devices > size)
+    published = _published_links(device, size)
+    inside = _link(published["inside"], "inside", table, where, needed=size > 1)
+    across = _link(published["across"], "across", table, where, needed=devices > size)
     inside = inside or across or Link(math.inf, 0.0)  # a device alone
     measured = read_measured(table["measured"], where) if "measured" in table else None
     calibration = read_calibration(table["calibration"], where) if "calibration" in table else None
-    name = table.get("name", f"{devices}x{device.name}")
-    if not isinstance(name, str):
-        raise UserError(f"{where}: name should be text, not {shorten_repr(name)}")
+    name = read_text(table.get("name", f"{devices}x{device.name}"), f"{where}: name")
     return Cluster(name, device, devices, size, inside, across or inside, measured, calibration)
 
 
@@ -243,56 +237,51 @@ def _factors(devices: int, size: int) -> str:
     return f"{devices // fits}x{fits}" if fits > 1 else ""
 
 
-def _node(device: Device, devices: int, table: Mapping[str, Any], where: str) -> int:
-    """Return the number of devices per node: the table's value, else the larger of the device's usual node and its
-    scale-up domain, but at most `devices`. devices: number of all devices; table: content of a cluster file; where:
-    beginning of the text of a `UserError`."""
-    if "devices_per_node" in table:
-        size = _count(table["devices_per_node"], "devices_per_node", where)
-    elif device.links is not None:
-        size = max(device.links.node, _part_of_rack(devices, device.links.node, device.links.domain))
-    else:
-        size = devices
-    return min(size, devices)
-
-
-def _part_of_rack(devices: int, tray: int, domain: int) -> int:
-    """Return the number of devices that a job of `devices` devices uses in each scale-up domain. It is `domain` if
-    `devices` is a multiple of `domain`. Else it is the largest multiple of `tray` (devices of a tray) that divides
-    `devices`, such as 64 of 72 for 128 GB200."""
-    if devices <= domain or devices % domain == 0 or domain <= tray:
-        return domain
+def _node_size(device: Device, devices: int) -> int:
+    """Return the number of devices per node in a cluster of `devices` devices: the larger of the device's usual node
+    and its scale-up domain. If a job does not fill whole domains, it uses the largest multiple of a usual node (a tray)
+    that divides `devices`, such as 64 of 72 for 128 GB200."""
+    if device.links is None:
+        return devices
+    tray, domain = device.links.node, device.links.domain
+    if domain <= tray or devices <= domain or devices % domain == 0:
+        return max(tray, domain)
     return max((size for size in range(tray, domain, tray) if devices % size == 0), default=domain)
 
 
-def _inside(device: Device, size: int) -> tuple[float, float]:
-    """Return (bandwidth in bytes a second, latency in seconds) of the link of one device in communication among `size`
-    devices of its node. The link is the scale-up link, such as NVLink. It is PCIe if the scale-up domain has fewer than
-    `size` devices. In a full mesh, where each pair of devices has a separate wire, the bandwidth is at most that of
-    `size` - 1 wires."""
+def _published_links(device: Device, size: int) -> dict[str, Link | None]:
+    """Return the catalogue's links {"inside": within a node of `size` devices, "across": between nodes}; None where it
+    has none.
+
+    Inside, the link is the scale-up link, such as NVLink. It is PCIe if the scale-up domain has fewer than `size`
+    devices. In a full mesh, where each pair of devices has a separate wire, the bandwidth is at most that of `size` - 1
+    wires."""
     links = device.links
-    assert links is not None
+    if links is None:
+        return {"inside": None, "across": None}
+    across = None if links.across is None else Link(links.across, links.across_latency)
     if size > links.domain or links.scaleup == 0:
         assert links.host is not None, device.name
-        return links.host, links.host_latency
-    return min(max(links.scaleup, links.pair), links.pair * max(1, size - 1)), links.latency
+        return {"inside": Link(links.host, links.host_latency), "across": across}
+    bandwidth = min(max(links.scaleup, links.pair), links.pair * max(1, size - 1))
+    return {"inside": Link(bandwidth, links.latency), "across": across}
 
 
-def _link(link: Link | None, which: str, table: Mapping[str, Any], where: str, needed: bool) -> Link | None:
+def _link(published: Link | None, which: str, table: Mapping[str, Any], where: str, needed: bool) -> Link | None:
     """Return a link whose bandwidth and latency are those of a cluster file, as far as the file has them, else the
     catalogue's. If the bandwidth is unknown, return None, or raise `UserError` if `needed`.
 
-    link: the catalogue's link; None: unknown. which: "inside" or "across" nodes, the prefix of the file's keys; table:
-    content of the file; where: beginning of the error text."""
-    bandwidth, latency = f"{which}_gb_per_second", f"{which}_latency_seconds"
-    if link is None and bandwidth not in table:
-        if needed:
-            raise UserError(f"{where}: {bandwidth} is missing, and no published figure is known")
-        return None
-    rate = _number(table[bandwidth], bandwidth, where) * _GIGA if bandwidth in table else link.bandwidth  # type: ignore[union-attr]
-    if latency in table:
-        return Link(rate, _number(table[latency], latency, where))
-    return Link(rate, link.latency if link is not None else 0.0)
+    published: the catalogue's link; None: unknown. which: "inside" or "across" nodes, the prefix of the file's keys;
+    table: content of the file; where: beginning of the error text."""
+    found = {} if published is None else {"bandwidth": published.bandwidth, "latency": published.latency}
+    for field, key, unit in (
+        ("bandwidth", f"{which}_gb_per_second", _GIGA), ("latency", f"{which}_latency_seconds", 1.0),
+    ):  # fmt: skip
+        if key in table:
+            found[field] = read_number(table[key], f"{where}: {key}") * unit
+        elif field == "bandwidth" and field not in found and needed:
+            raise UserError(f"{where}: {key} is missing, and no published figure is known")
+    return Link(found["bandwidth"], found.get("latency", 0.0)) if "bandwidth" in found else None
 
 
 def _described(table: Mapping[str, Any], where: str) -> Device:
@@ -300,59 +289,46 @@ def _described(table: Mapping[str, Any], where: str) -> Device:
     whose text begins with `where`, for an invalid table."""
     where = f"{where}: device"
     refuse_unknown(table, DEVICE_FIELDS, where)
-    said: dict[str, Any] = {}
-    for key, field, unit in (
-        ("memory_bytes", "memory_bytes", 1.0),
-        ("memory_gb_per_second", "memory_bandwidth", _GIGA),
-        ("power_watts", "power_watts", 1.0),
-    ):
-        if key in table:
-            said[field] = _in_unit(_number(table[key], key, where), key, unit, where) * unit
+    figures: dict[str, Any] = {
+        field: _read_figure(table[key], f"{where}: {key}", unit) * unit
+        for key, field, unit in (
+            ("memory_bytes", "memory_bytes", 1.0), ("memory_gb_per_second", "memory_bandwidth", _GIGA),
+            ("power_watts", "power_watts", 1.0),
+        )
+        if key in table
+    }  # fmt: skip
     peaks = table.get("peaks", {})
     if not isinstance(peaks, Mapping):
         raise UserError(f"{where}: peaks should be a table such as {{ bf16 = 989 }}, 10^12 operations per second")
     refuse_unknown(peaks, PRECISIONS, f"{where}: peaks", "precision")
-    said_peaks = {
-        name: _in_unit(_number(peak, f"peaks.{name}", where), f"peaks.{name}", _TERA, where)
-        for name, peak in peaks.items()
-    }
+    rates = {name: _read_figure(peak, f"{where}: peaks.{name}", _TERA) for name, peak in peaks.items()}
     if "like" in table:
         base = _catalogued(table["like"], where)
-        sources = {**base.sources, **dict.fromkeys((*said, *said_peaks), where)}
-        return replace(base, **said, peaks={**base.peaks, **said_peaks}, sources=sources)
+        return replace(base, **figures, peaks={**base.peaks, **rates})
     for key in ("name", "memory_bytes", "memory_gb_per_second", "peaks"):
         if key not in table:
             raise UserError(f"{where}: {key} is missing; give it, or like = a name from the catalogue")
-    if not isinstance(table["name"], str):
-        raise UserError(f"{where}: name should be text, not {shorten_repr(table['name'])}")
-    return Device(table["name"], None, where, said_peaks, **said)
+    return Device(read_text(table["name"], f"{where}: name"), rates, **figures)
 
 
-def _in_unit(value: float, key: str, unit: float, where: str) -> float:
-    """Return `value` unchanged, a rate from a cluster file in multiples of `unit` a second. Raise `UserError` if it is
-    so large that it must be in plain operations or bytes a second.
+def _read_figure(value: Any, name: str, unit: float) -> float:
+    """Return a figure of a device from a cluster file. Raises `UserError` unless it is a number above 0, and if a rate
+    is so large that it must be in plain operations or bytes a second.
 
-    key: name of the value in the file; unit: 1e12 (operations) or 1e9 (bytes); where: beginning of the error text."""
-    if unit > 1 and value >= _FASTEST * 1e12 / unit:
-        name = "10^12 operations" if unit == _TERA else "10^9 bytes"
-        meant = f"did you mean {value / unit:g}?"
-        raise UserError(f"{where}: {key} is in {name} per second; {value:g} is too large, {meant}")
-    return value
+    value: the figure, in multiples of `unit`, which is 1e12 (operations) or 1e9 (bytes) for rates; name: its key, with
+    which the error begins."""
+    number = read_number(value, name)
+    if unit > 1 and number >= _FASTEST * 1e12 / unit:
+        what = "10^12 operations" if unit == _TERA else "10^9 bytes"
+        meant = f"did you mean {number / unit:g}?"
+        raise UserError(f"{name} is in {what} per second; {number:g} is too large, {meant}")
+    return number
 
 
-def _count(value: Any, key: str, where: str) -> int:
-    """Return a table's value as a number of devices. key: name of the value in the table; where: beginning of the error
-    text. Raises `UserError` unless it is a whole number from 1 to the limit."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{where}: {key} takes a whole number, at least 1, not {shorten_repr(value)}")
+def _count(table: Mapping[str, Any], key: str, where: str) -> int:
+    """Return a number of devices from a table. key: its name in the table; where: beginning of the error text. Raises
+    `UserError` unless it is a whole number from 1 to the limit."""
+    value = read_count(table[key], f"{where}: {key}")
     if problem := make_limit_error("ranks", value, key):
         raise UserError(f"{where}: {problem}")
     return value
-
-
-def _number(value: Any, key: str, where: str) -> float:
-    """Return a table's value as float. key: name of the value in the table; where: beginning of the error text. Raises
-    `UserError` unless it is a finite number above 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
-        raise UserError(f"{where}: {key} takes a number above 0, not {shorten_repr(value)}")
-    return float(value)

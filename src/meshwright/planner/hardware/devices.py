@@ -1,4 +1,4 @@
-"""Accelerators: published peaks (dense), memory, links, power, price, each with its source: `devices.toml`."""
+"""Accelerators: published peaks (dense), memory and links, from the catalogue `devices.toml`, which has the sources."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ class Links:
     seconds of one message.
 
     Attributes:
-        kind: Type of the scale-up link, such as "nvlink" or "pcie".
-        name: Product name of the scale-up link, such as "NVLink3".
         scaleup: Bandwidth to all devices of the scale-up domain together.
         pair: Bandwidth to a single device of the domain; less than `scaleup` in a full mesh, where each pair of devices
             has separate wires.
@@ -37,8 +35,6 @@ class Links:
         across_latency: Latency between nodes.
     """
 
-    kind: str
-    name: str
     scaleup: float
     pair: float
     domain: int
@@ -57,46 +53,30 @@ class Device:
 
     Attributes:
         name: Catalogue name, such as "h100-sxm".
-        pattern: Regular expression for the names that drivers report (``torch.cuda.get_device_name``); None: found by
-            name alone.
-        source: Source of all figures but those in `sources`.
-        peaks: Dense peaks in 10¹² operations a second by precision: fp32 (of the vector units), tf32, fp16 and bf16 (of
-            matrix units that accumulate in float32), fp8, fp4.
-        published: Product variant of the figures, such as "A100-SXM4-80GB".
-        architecture: Such as "Hopper".
-        measured: Fastest measured matrix product by precision, in 10¹² operations a second.
-        all_reduce_ring, all_reduce_switch: Measured bus bandwidth of a large all-reduce in a node by a ring and by
-            in-switch reduction, in bytes a second.
-        memory_gb, memory_bytes: Memory by the data sheet in GB, and as drivers report it in bytes, where known (else
-            `memory_gb` x 10⁹).
+        peaks: Dense peaks in 10^12 operations a second by precision; a precision that is missing is not in hardware.
+        memory_bytes: Bytes of memory that the driver reports.
         memory_bandwidth: Bytes a second.
-        links: Interconnects.
-        multiprocessors, clock_hz, l2_bytes, power_watts: Number of multiprocessors, clock rate, L2 cache and power.
-        price: US dollars an hour (low, high).
-        note: Remark for users.
-        sources: {figure: source} where it differs from `source`.
+        pattern: Regular expression for the names that drivers report (``torch.cuda.get_device_name``); None: found by
+            its catalogue name only.
+        architecture: Such as "Hopper".
+        measured: Fastest measured matrix products in 10^12 operations a second, by precision.
+        all_reduce_ring, all_reduce_switch: Bus bandwidth of a large all-reduce in a node, in bytes a second: in rings,
+            and reduced in the switch.
+        links: Interconnects; None for CPUs.
+        power_watts: Thermal design power.
     """
 
     name: str
-    pattern: str | None
-    source: str
     peaks: Mapping[str, float] = field(hash=False)
-    published: str = ""
+    memory_bytes: float
+    memory_bandwidth: float
+    pattern: str | None = None
     architecture: str = ""
     measured: Mapping[str, float] = field(default_factory=dict, hash=False)
     all_reduce_ring: float | None = None
     all_reduce_switch: float | None = None
-    memory_gb: float = 0.0
-    memory_bytes: float = 0.0
-    memory_bandwidth: float = 0.0
-    links: Links | None = None  # None for CPUs
-    multiprocessors: int | None = None
-    clock_hz: float | None = None
-    l2_bytes: float | None = None
+    links: Links | None = None
     power_watts: float | None = None
-    price: tuple[float, float] | None = None
-    note: str = ""
-    sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def peak(self, precision: str) -> float | None:
         """Return the dense peak in operations a second; None where the device has none. precision: "fp32", "tf32",
@@ -113,27 +93,18 @@ class Device:
 def _device(name: str, entry: Mapping[str, Any]) -> Device:
     """Build a `Device` from its entry in the device catalogue devices.toml. name: its catalogue name, such as
     "h100-sxm"."""
-    words, latencies = _CATALOGUE["sources"], _CATALOGUE["latency_seconds"]
-    peaks, measured, memory, chip = (entry.get(key, {}) for key in ("peaks", "measured", "memory", "chip"))
-    links = entry["links"]
-    sources = {figure: words[source] for figure, source in entry.get("sources", {}).items()}
-    sources["latency"] = words[latencies[links["kind"]]["source"]]
+    measured, memory, links = entry.get("measured", {}), entry["memory"], entry["links"]
+    latencies = {kind: each["seconds"] for kind, each in _CATALOGUE["latency_seconds"].items()}
     bandwidths: dict[str, Any] = {key: _times(links.get(key), _GIGA) for key in ("scaleup", "pair", "host", "across")}
-    delays = {"latency": links["kind"], "host_latency": "pcie", "across_latency": "network"}
-    plain = {key: links[key] for key in ("kind", "name", "domain", "node")}
     return Device(
-        name, entry.get("pattern"), words[entry["source"]], peaks, published=entry["published"],
-        architecture=entry["architecture"],
-        measured={precision: measured[precision] for precision in ("bf16", "fp8") if precision in measured},
-        **{f"all_reduce_{way}": _times(measured.get(way), _GIGA) for way in ("ring", "switch")},
-        memory_gb=memory["gb"],
-        memory_bytes=memory["driver_mib"] * 2.0**20 if "driver_mib" in memory else memory["gb"] * _GIGA,
-        memory_bandwidth=memory["gb_per_second"] * _GIGA,
-        links=Links(**plain, **bandwidths, **{key: latencies[kind]["seconds"] for key, kind in delays.items()}),
-        multiprocessors=chip.get("multiprocessors"), clock_hz=_times(chip.get("clock_mhz"), 1e6),
-        l2_bytes=_times(chip.get("l2_mb"), 1e6), power_watts=entry.get("power_watts"),
-        price=tuple(entry["price_usd_per_hour"]) if "price_usd_per_hour" in entry else None,
-        note=entry.get("note", ""), sources=sources,
+        name, entry["peaks"], memory["driver_mib"] * 2.0**20 if "driver_mib" in memory else memory["gb"] * _GIGA,
+        memory["gb_per_second"] * _GIGA, entry.get("pattern"), entry["architecture"],
+        {precision: measured[precision] for precision in ("bf16", "fp8") if precision in measured},
+        _times(measured.get("ring"), _GIGA), _times(measured.get("switch"), _GIGA),
+        Links(
+            **bandwidths, domain=links["domain"], node=links["node"], latency=latencies[links["kind"]],
+            host_latency=latencies["pcie"], across_latency=latencies["network"],
+        ), entry.get("power_watts"),
     )  # fmt: skip
 
 

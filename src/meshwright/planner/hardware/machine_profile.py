@@ -1,21 +1,22 @@
-"""Stored measurements of this machine in the user's cache: hardware profiles and process memory, one file for each key
-of conditions that the measurement depends on. A run's first start writes them (`training/first_start.py`), predictions
-read them. Free of torch."""
+"""Store of what was measured once on this machine: its speeds (hardware profiles), failed measurements, the fastest
+precision, and the memory of a rank's process beyond tensors. Free of torch."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from meshwright import __version__
 from meshwright.errors import UserError
 from meshwright.threads import count_available_cores
 
@@ -129,10 +130,9 @@ class FailedMeasurement:
     @classmethod
     def read(cls, measurement: Path) -> FailedMeasurement | None:
         """Return the stored record for the measurement whose file is `measurement`; None if there is none."""
+        key = {"file": measurement.name}
         return parse_measurement(
-            "failed",
-            {"file": measurement.name},
-            lambda found: cls(str(found["file"]), str(found["line"]), float(found["busy"])),
+            "failed", key, lambda found: cls(key["file"], str(found["line"]), float(found["busy"]))
         )
 
     @property
@@ -279,3 +279,76 @@ def torch_version() -> str:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
         return "none"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessConstants:
+    """Measured memory of a rank's process on this machine, in addition to its tensors.
+
+    first_use_bytes: library code and workspaces loaded by the first steps. heap_overhead_fraction: growth of malloc's
+    heap, as a fraction of the live tensors below malloc's mmap threshold. kernel_bytes: size of each cached oneDNN
+    kernel. compiler_resident_bytes: bytes that torch.compile holds permanently. compiler_transient_bytes: further bytes
+    while it compiles. base_bytes: RSS with interpreter and libraries loaded, before the first tensor of a model."""
+
+    first_use_bytes: int
+    heap_overhead_fraction: float
+    kernel_bytes: int
+    compiler_resident_bytes: int
+    compiler_transient_bytes: int
+    base_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessKey:
+    """Conditions under which process memory was measured. precision: such as "bf16"; threads: per rank; compiled: True
+    if blocks run under torch.compile."""
+
+    precision: str
+    threads: int
+    compiled: bool
+
+    @property
+    def path(self) -> Path:
+        """Path of the file in which the constants are stored; it may not exist yet."""
+        return measurement_file("memory", self._document())
+
+    def _document(self) -> dict[str, Any]:
+        """Return the key as a JSON dict: its fields, the versions of meshwright, torch and libc, and the processor's
+        name."""
+        versions = {"meshwright": __version__, "torch": torch_version(), "libc": " ".join(platform.libc_ver())}
+        return {**asdict(self), **versions, "processor": processor_name()}
+
+    def read(self) -> ProcessConstants | None:
+        """Return the stored measurement for this key; None if there is none or the file is damaged."""
+        return parse_measurement("memory", self._document(), parse_constants)
+
+    def write(self, constants: ProcessConstants) -> None:
+        """Store the measured constants under this key. Raises `OSError` if the directory is not writable."""
+        write_measurement("memory", self._document(), asdict(constants))
+
+
+def find_process_items(precision: str, processor: str, threads: int, compiled: bool) -> tuple[tuple[str, int], ...]:
+    """Return (name, bytes) of the memory that a rank's process on this machine holds in addition to tensors, as
+    measured and stored; empty if it was not measured, or if `processor` is not this machine's.
+
+    precision: such as "bf16"; processor: processor name of the planned cluster; threads: threads of a rank; compiled:
+    True if blocks run under torch.compile.
+    """
+    found = ProcessKey(precision, threads, compiled).read() if processor == processor_name() else None
+    if found is None:
+        return ()
+    items = {
+        "interpreter and libraries": found.base_bytes,
+        "library workspaces": found.first_use_bytes,
+        "compiled code": found.compiler_resident_bytes if compiled else 0,
+    }
+    return tuple((name, round(size)) for name, size in items.items() if size)
+
+
+def parse_constants(table: Mapping[str, Any]) -> ProcessConstants:
+    """Parse a JSON dict with one number per field of `ProcessConstants`. Raises `KeyError`, `TypeError` or `ValueError`
+    if it is damaged."""
+    values = {field.name: table[field.name] for field in fields(ProcessConstants)}
+    if not all(isinstance(value, (int, float)) and 0 <= value < math.inf for value in values.values()):
+        raise ValueError(table)
+    return ProcessConstants(**values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from itertools import combinations
@@ -13,7 +13,7 @@ import numpy as np
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.limits import is_finite_number, shorten_repr
+from meshwright.planner.hardware.values import read_count, read_number, read_text
 from meshwright.program.durations import Floats
 
 FORMS = ("forward", "input-gradient", "weight-gradient")
@@ -251,36 +251,42 @@ def read(table: Any, where: str) -> Measured:
     try:
         if not isinstance(table, Mapping):
             raise TypeError(f"it should be a table, not {table!r}")
-        backend, ranks, threads = _text(table["backend"]), _count(table["ranks"]), _count(table["threads"])
-        single: dict[str, Any] = {key: _time(table[key]) for key in _SINGLE if key in table}
+        single: dict[str, Any] = {key: read_number(table[key], key) for key in _SINGLE if key in table}
         if "disturbed" in single:
             single["disturbed"] = min(single["disturbed"], 0.9)
+        lists = {name: table[name] if name in _NEEDED else table.get(name, ()) for name in _RECORDS}
         records: dict[str, Any] = {
-            name: tuple(_record(kind, each) for each in (table[name] if name in _NEEDED else table.get(name, ())))
-            for name, kind in _RECORDS.items()
+            name: tuple(_record(_RECORDS[name], each, name) for each in found) for name, found in lists.items()
         }
         return Measured(
-            backend, ranks, threads, **records, **single,
-            copies=tuple((_text(each["name"]), _curve(each)) for each in table.get("copies", ())),
-            starts=tuple((name, _time(value)) for name, value in table.get("starts", {}).items()),
+            read_text(table["backend"], "backend"), read_count(table["ranks"], "ranks"),
+            read_count(table["threads"], "threads"), **records, **single,
+            copies=tuple((read_text(each["name"], "copies"), _curve(each)) for each in table.get("copies", ())),
+            starts=tuple((name, read_number(value, name)) for name, value in table.get("starts", {}).items()),
         )  # fmt: skip
     except KeyError as error:
         reason = f"{error.args[0]} is missing"
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, UserError) as error:
         reason = str(error)
     raise UserError(f"{where}: the measurements are damaged ({reason}); run `meshwright probe` again")
 
 
 _NEEDED = ("products", "passes")
+_READERS: dict[str, Callable[[Any, str], Any]] = {
+    "str": read_text, "int": read_count, "float": read_number,
+    "tuple[float, ...]": lambda value, name: tuple(read_number(each, name) for each in value),
+    "Shapes": lambda value, name: tuple(tuple(read_count(size, name) for size in shape) for shape in value),
+}  # fmt: skip
+"""Reader of a value by the type of its field."""
 
 
-def _record(kind: Any, table: Mapping[str, Any]) -> Any:
-    """Parse one measurement of a cluster file. kind: its class, one of `_RECORDS`; table: {field: value}. Raises
-    `ValueError` for an unknown pass (`form`) or layout, or if shapes and times differ in number."""
-    parsers = {"str": _text, "int": _count, "float": _time, "tuple[float, ...]": _times, "Shapes": _shapes}
+def _record(kind: Any, table: Mapping[str, Any], name: str) -> Any:
+    """Parse one measurement of a cluster file. kind: its class, one of `_RECORDS`; table: {field: value}; name: of the
+    list that it is in. Raises `ValueError` or `UserError` for an unknown pass (`form`) or layout, or if shapes and
+    times differ in number."""
     found = kind(
         **{
-            field.name: _curve(table) if field.type == "Curve" else parsers[str(field.type)](table[field.name])
+            field.name: _curve(table) if field.type == "Curve" else _READERS[str(field.type)](table[field.name], name)
             for field in fields(kind)
         }
     )
@@ -292,50 +298,16 @@ def _record(kind: Any, table: Mapping[str, Any]) -> Any:
         if found.form not in FORMS:
             raise ValueError(f'unknown form "{found.form}"')
     elif isinstance(found, ReferenceStep):
-        try:
-            Layout.parse(found.layout)
-        except UserError as error:
-            raise ValueError(str(error)) from None
+        Layout.parse(found.layout)
     return found
-
-
-def _shapes(value: Any) -> tuple[tuple[int, ...], ...]:
-    """Parse `value`, a list of shapes. Raises `ValueError` unless all sizes are whole numbers above 0."""
-    return tuple(tuple(map(_count, shape)) for shape in value)
-
-
-def _times(value: Any) -> tuple[float, ...]:
-    """Parse `value`, a list of numbers. Raises `ValueError` unless all are finite and above 0."""
-    return tuple(map(_time, value))
 
 
 def _curve(each: Mapping[str, Any]) -> Curve:
     """Parse a curve from a table with the keys `bytes` and `seconds`. Raises `ValueError` unless the bytes are
     ascending."""
-    sizes, seconds = _times(each["bytes"]), _times(each["seconds"])
+    sizes, seconds = (_READERS["tuple[float, ...]"](each[key], key) for key in ("bytes", "seconds"))
     if len(sizes) != len(seconds) or not sizes:
         raise ValueError(f"{len(sizes)} sizes, {len(seconds)} times")
     if list(sizes) != sorted(set(sizes)):
         raise ValueError("sizes are not ascending")
     return Curve(sizes, seconds)
-
-
-def _time(value: Any) -> float:
-    """Return `value`, a number from a file, as float. Raises `ValueError` unless it is finite and above 0."""
-    if not is_finite_number(value) or value <= 0:
-        raise ValueError(f"{shorten_repr(value)} is not a number above 0")
-    return float(value)
-
-
-def _count(value: Any) -> int:
-    """Return `value`, a number from a file. Raises `ValueError` unless it is a whole number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{value!r} is not a whole number above 0")
-    return value
-
-
-def _text(value: Any) -> str:
-    """Return `value`, a text from a file. Raises `ValueError` unless it is a string."""
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not text")
-    return value

@@ -150,10 +150,9 @@ def state_bytes_per_parameter(problem: Problem) -> StateBytes:
     sharding."""
     narrow = problem.precision not in ("fp32", "tf32")
     gradients = problem.engine.gradient_bytes if narrow else 4  # ours sums in float32
-    masters = 4.0 if narrow else 0.0
-    if problem.engine.wide_parameters and narrow:
-        return StateBytes(4.0, gradients, 4.0 * len(optimizer_kinds(problem.optimizer)))
-    return StateBytes(2.0 if narrow else 4.0, gradients, 4.0 * len(optimizer_kinds(problem.optimizer)) + masters)
+    masters = narrow and not problem.engine.wide_parameters
+    states = 4.0 * (len(optimizer_kinds(problem.optimizer)) + masters)
+    return StateBytes(2.0 if masters else 4.0, gradients, states)
 
 
 def state_sizes(problem: Problem, zero: int, numel: Floats, shards: Floats | int) -> Floats:

@@ -12,11 +12,11 @@ from importlib import metadata, resources
 from typing import Any, NamedTuple
 
 from meshwright.planner.cost.dimensions import Dimensions, element_bytes, list_properties
-from meshwright.planner.cost.micro_batch import MicroBatch, layer_kind
+from meshwright.planner.cost.micro_batch import MicroBatch, Number, layer_kind
 from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.cost.tables import Item, holds, parse_tensor, select, select_items
 from meshwright.planner.memory.inductor import Buffer, Kernel, find_peak
-from meshwright.planner.memory.snapshot import Temporary
+from meshwright.planner.memory.snapshot import Allocation
 from meshwright.planner.memory.temporaries import ring_backward, tiled_backward
 from meshwright.toml import read_packaged_toml
 
@@ -177,7 +177,7 @@ class CompiledBlock:
         found = [self._kernels(f"{self.name}_backward", order) for order in orders]
         return found[0] if len(found) == 1 else min(found, key=self._peak)
 
-    def _peak(self, kernels: list[Kernel]) -> int:
+    def _peak(self, kernels: list[Kernel]) -> Number:
         """Return the peak bytes of backward kernels that run in the given order, without temporaries inside kernels."""
         given = {name: self.bytes(name) for name in (INPUT, GRADIENT, *self.saved)}
         weights = {made.name for kernel in kernels for made in kernel.makes if made.category == "gradients"}
@@ -202,10 +202,10 @@ class CompiledBlock:
         category = "gradients" if name.startswith("weight gradient") else "activations"
         return Buffer(name, kind, self.bytes(name), category, operator)
 
-    def _inside(self, verb: str) -> Iterator[Temporary]:
+    def _inside(self, verb: str) -> Iterator[Allocation]:
         """Yield the temporary allocations inside an operator that inductor calls. verb: "ring" or "tiles" for kinds of
         attention; nothing is yielded for other operators."""
         if verb == "ring":
-            yield from ring_backward(self.batch)
+            yield from ring_backward(self.batch, self.kind)
         elif verb == "tiles" and "cuda_attention" not in self.true:
             yield from tiled_backward(self.batch, self.kind)

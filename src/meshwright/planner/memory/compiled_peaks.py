@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from meshwright.planner.cost.micro_batch import MicroBatch, layer_examples, layer_kind
+from meshwright.planner.cost.micro_batch import MicroBatch, Number, layer_examples, layer_kind
 from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT, CompiledBlock
 from meshwright.planner.memory.inductor import KernelMemory, find_peak
-from meshwright.planner.memory.snapshot import NamedSnapshot, Saved, Temporary, activation, workspace
+from meshwright.planner.memory.snapshot import Allocation, NamedSnapshot, activation, workspace
 from meshwright.planner.memory.temporaries import Pass
 
 COLLECTED = ".weight gradients"
@@ -40,7 +40,7 @@ def saved_tensors(batch: MicroBatch, layer: int) -> Iterator[SavedTensor]:
         yield from map(block.entry, block.saved)
 
 
-def forward_extras(batch: MicroBatch, layer: int) -> Iterator[Temporary]:
+def forward_extras(batch: MicroBatch, layer: int) -> Iterator[Allocation]:
     """Yield the tensors that are allocated at the memory peak of a compiled layer's forward, without its input; tensors
     that it saves for the backward are included."""
     yield from _extras(_forward(batch, _first_equal(batch, layer)), f"layers.{layer}")
@@ -53,7 +53,7 @@ def backward_extras(batch: MicroBatch, layer: int, state: Backward) -> Iterator[
         yield name, list(_extras(held, f"layers.{layer}"))
 
 
-def peak_temporaries(batch: MicroBatch, layer: int) -> int:
+def peak_temporaries(batch: MicroBatch, layer: int) -> Number:
     """Return the peak bytes of a compiled layer's temporaries over forward and backward, without weight gradients,
     whose size does not depend on the batch."""
     layer = _first_equal(batch, layer)
@@ -64,7 +64,7 @@ def peak_temporaries(batch: MicroBatch, layer: int) -> int:
 
 
 def mixture_backward_extras(
-    batch: MicroBatch, layer: int, saved: tuple[Sequence[Saved], Sequence[Saved]], state: Backward
+    batch: MicroBatch, layer: int, saved: tuple[Sequence[Allocation], Sequence[Allocation]], state: Backward
 ) -> Iterator[NamedSnapshot]:
     """Yield (snapshot name, temporaries) for the backward of a layer that is compiled except for its expert-parallel
     mixture.
@@ -99,11 +99,11 @@ def _first_equal(batch: MicroBatch, layer: int) -> int:
     return layer_examples(batch.config)[layer_kind(batch.config, layer)]
 
 
-def _extras(memory: KernelMemory, unit: str) -> Iterator[Temporary]:
+def _extras(memory: KernelMemory, unit: str) -> Iterator[Allocation]:
     """Yield the tensors that are allocated while a kernel runs, as entries of a memory snapshot. memory: memory during
     the kernel; unit: prefix of the entries' names, such as "layers.3"."""
     for name, each in memory.buffers.items():
-        yield Temporary(each.category, f"{unit}.{name}", each.bytes)
+        yield Allocation(each.category, f"{unit}.{name}", bytes=each.bytes)
     yield from memory.inside
     if memory.gone:
         yield activation(f"{unit}: freed", -memory.gone)

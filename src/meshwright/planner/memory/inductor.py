@@ -12,7 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from meshwright.planner.memory.snapshot import Temporary
+from meshwright.planner.cost.micro_batch import Number
+from meshwright.planner.memory.snapshot import Allocation
 
 
 class Buffer(NamedTuple):
@@ -39,7 +40,7 @@ class Kernel(NamedTuple):
     reads: tuple[str, ...]
     makes: tuple[Buffer, ...]
     over: Mapping[str, str] = {}
-    inside: tuple[Temporary, ...] = ()
+    inside: tuple[Allocation, ...] = ()
 
 
 @dataclass(slots=True)
@@ -52,10 +53,10 @@ class KernelMemory:
     name: str
     buffers: dict[str, Buffer] = field(default_factory=dict)
     gone: int = 0
-    inside: tuple[Temporary, ...] = ()
+    inside: tuple[Allocation, ...] = ()
 
     @property
-    def bytes(self) -> int:
+    def bytes(self) -> Number:
         """Bytes allocated in addition to the graph's inputs; inputs that were freed count as negative bytes."""
         return sum(each.bytes for each in self.buffers.values()) + sum(each.bytes for each in self.inside) - self.gone
 

@@ -17,18 +17,11 @@ from meshwright.planner.cost.micro_batch import MicroBatch, Routed, Starts
 from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.memory.compiled_blocks import can_predict_compiled
 from meshwright.planner.memory.saved import position_tables, saved_activations
-from meshwright.planner.memory.snapshot import BackwardState, Buffers, Reduction, Snapshot
+from meshwright.planner.memory.snapshot import Allocation, BackwardState, Buffers, Reduction, Snapshot
 from meshwright.planner.memory.stage_snapshots import StageSnapshots
 from meshwright.planner.memory.states import flats_of, gradient_buffers, list_states
 from meshwright.planner.memory.teacher import TeacherMemory
-from meshwright.program.consumed_sends import (
-    Row,
-    Value,
-    compute_carried_value,
-    compute_read_value,
-    find_consumed_sends,
-    list_rank_steps,
-)
+from meshwright.program import consumed_sends
 from meshwright.program.pipeline import ARRIVING, COMPUTING
 from meshwright.schedules.transfers import with_transfers
 from meshwright.spec.config import ModelConfig
@@ -56,7 +49,7 @@ WAITING, FOLLOWED, QUEUE = "waits for its backward", "its backward follows", "qu
 # As plain numbers: programs have tens of thousands of steps, and enumeration members are slow.
 _FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT = map(int, COMPUTING)
 _COMPUTING, _ARRIVING = frozenset(map(int, COMPUTING)), frozenset(map(int, ARRIVING))
-_SENT, _RECEIVED = "pipeline tensor to send", "received pipeline tensor"
+_SENT, _RECEIVED = ("communication", "pipeline tensor to send"), ("communication", "received pipeline tensor")
 
 REPEATING = (
     "1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe", "dualpipe-v",
@@ -78,34 +71,17 @@ these architectures, and of all others (aten/src/ATen/cuda/CublasHandlePool.cpp,
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """One tensor in memory at the peak, or several equal tensors. category: such as "activations"; shape, dtype: of
-    each tensor; bytes: of all tensors together; stage: pipeline stage, None if the tensors belong to none; first, last:
-    events between which they are allocated, such as "forward"."""
-
-    category: str
-    name: str
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
-    bytes: int = 0
-    stage: int | None = None
-    first: str = "start"
-    last: str = "end"
-
-
-@dataclass(frozen=True, slots=True)
 class Ledger:
     """Itemised memory of one rank at the peak of a training step.
 
-    items: tensors at the peak. peak_bytes: sum of the items, without the category "framework", which torch's allocator
-    does not count. peak_snapshot: name of the memory snapshot (point in time) at the peak. between_steps: bytes of
-    persistent memory. framework: (least, most) bytes of the CUDA context. compiled: True if every layer is predicted as
-    compiled by torch.compile."""
+    items: tensors at the peak. peak_bytes: sum of the items. peak_snapshot: name of the memory snapshot (point in time)
+    at the peak. between_steps: bytes of persistent memory. framework: (least, most) bytes of the CUDA context, which
+    torch's allocator does not count. compiled: True if every layer is predicted as compiled by torch.compile."""
 
-    items: tuple[Item, ...]
+    items: tuple[Allocation, ...]
     peak_bytes: int
     peak_snapshot: str
-    between_steps: int
+    between_steps: int = 0
     framework: tuple[int, int] = (0, 0)
     compiled: bool = False
 
@@ -114,6 +90,7 @@ class Ledger:
         found = dict.fromkeys(CATEGORIES, 0)
         for item in self.items:
             found[item.category] += item.bytes
+        found["framework"] = self.framework[1]
         return found
 
 
@@ -184,11 +161,10 @@ def shorten_repeating_schedule(layout: Layout) -> Layout:
 
 class _StepPeak(NamedTuple):
     """Memory peak of one forward or backward of the schedule. snapshot: memory snapshot at the peak; bytes: its size;
-    before, leaves: gradient reductions in flight when the pass begins and when it ends."""
+    leaves: gradient reductions in flight when the pass ends."""
 
     snapshot: Snapshot
     bytes: int
-    before: tuple[Reduction, ...]
     leaves: tuple[Reduction, ...]
 
 
@@ -211,8 +187,7 @@ class _StepReplay:
         self.flats = flats_of(self.table, layout, self.units)
         self.states = list(list_states(self.flats, batch.dtype, batch.sum_dtype, options.get("optimizer", "adamw")))
         self.stages: dict[tuple[int, bool], StageSnapshots] = {}
-        self._same: dict[tuple[Reduction, ...], tuple[Reduction, ...]] = {}
-        self._peaks: dict[tuple[int, int, bool, bool, int], _StepPeak] = {}
+        self._peaks: dict[tuple[object, ...], _StepPeak] = {}
         self.split = any(kind == _INPUT_GRADIENT for _, kind, *_ in self._steps())
         if self.split and any(map(config.has_experts, range(config.layers))):
             self.compiled = False  # what experts leave for later cuts a compiled block into pieces
@@ -224,97 +199,70 @@ class _StepReplay:
         """Return the ledger of all tensors at the step's memory peak."""
         stay = list(self._whole_step_items())
         base = sum(item.bytes for item in stay)
-        best: tuple[int, Snapshot | None, dict[tuple[str, str, int], int]] = (0, None, {})
-        alive: dict[tuple[str, str, int], int] = {}
-        for (snapshot, size, *_), now in self._step_peaks(alive):
-            here = now + size
-            if best[1] is None or here > best[0]:
-                best = here, snapshot, dict(alive)
-        transient, peak_snapshot, others = best
-        assert peak_snapshot is not None
+        transient, peak_snapshot, others = max(self._replay_steps(), key=lambda each: each[0])
         items = [*stay, *self._snapshot_items(peak_snapshot, others)]
         total = base + transient
         framework = (0, 0) if self.batch.device == "cpu" else (int(CUDA_CONTEXT[0]), int(CUDA_CONTEXT[1]))
-        items += [Item("framework", "CUDA context", bytes=framework[1]), Item("unexplained", "not itemised")]
-        assert sum(item.bytes for item in items) == total + framework[1]
+        assert sum(item.bytes for item in items) == total
         return Ledger(
             tuple(items), total, peak_snapshot.name, base, framework, self.compiled and can_predict_compiled(self.batch)
         )
 
-    def _whole_step_items(self) -> Iterator[Item]:
+    def _whole_step_items(self) -> Iterator[Allocation]:
         """Yield the tensors allocated during the whole step: model states, position tables, batch, cuBLAS workspaces
         ..."""
         for state in self.states:
             category = CATEGORY_OF_STATE[state.kind]
-            yield Item(category, state.name, (state.numel,), state.dtype, state.bytes)
+            yield Allocation(category, state.name, (state.numel,), state.dtype, state.bytes)
         if any(stage.layers for stage in self.partition.stages_on(self.place["pp"])):
-            for table in position_tables(self.config, self.batch.sequence, self.batch.dtype):
-                yield Item("workspace", table.name, table.shape, table.dtype, table.bytes)
-        for each in self.teacher.list_tensors(self.place["pp"]) if self.teacher else ():
-            yield Item(each.category, each.name, bytes=each.bytes)
+            yield from position_tables(self.config, self.batch.sequence, self.batch.dtype)
+        yield from self.teacher.list_tensors(self.place["pp"]) if self.teacher else ()
         for way in ("forward", "backward") if self.workspace else ():
-            yield Item("workspace", f"cuBLAS, {way}", (self.workspace,), "uint8", self.workspace)
+            yield Allocation("workspace", f"cuBLAS, {way}", (self.workspace,), "uint8", self.workspace)
         shape = self.layout.micro_batches * self.batch.rows, self.batch.tokens
         targets = (shape[0],) if self.config.head == "classes" else shape
         documents = [("batch.documents", (shape[0], self.batch.sequence))] if self.batch.masked else []
         for name, of in (("batch.tokens", shape), ("batch.targets", targets), *documents):
-            yield Item("workspace", name, of, "int64", 8 * math.prod(of), None, "start of step", "end of step")
+            yield Allocation("workspace", name, of, "int64", 8 * math.prod(of), None, "start of step", "end of step")
 
-    def _step_peaks(self, alive: dict[tuple[str, str, int], int]) -> Iterator[tuple[_StepPeak, int]]:
-        """Yield (memory peak of a pass, bytes allocated outside this pass) for each forward and backward of the
-        schedule. alive: {(category, name, stage): bytes} of the tensors outside the pass; updated before each yield."""
+    def _replay_steps(self) -> Iterator[tuple[int, Snapshot, Mapping[tuple[str, str, int], int]]]:
+        """Yield (bytes, memory snapshot, other allocations) at the memory peak of each forward and backward of the
+        schedule. Other allocations, outside the pass: {(category, name, stage): bytes}."""
         rank, last, placement = self.place["pp"], self.program.stages - 1, self.program.placement
-        answers = find_consumed_sends(self.program, rank)
-        left = dict(self.passes)
-        at_once = self._followed_at_once()
-        stream = self.batch.stream_bytes
-        leaving: dict[Value, int] = {}
-        now = 0
-
-        def change(category: str, name: str, stage: int, size: int) -> None:
-            """Add `size` bytes (negative: free) to the entry (category, name, stage) of `alive`."""
-            nonlocal now
-            key = category, name, stage
-            now += size
-            size += alive.get(key, 0)
-            assert size >= 0, (key, size)
-            if size:
-                alive[key] = size
-            else:
-                alive.pop(key, None)
-
+        answers = consumed_sends.find_consumed_sends(self.program, rank)
+        left, at_once, stream = dict(self.passes), self._followed_at_once(), self.batch.stream_bytes
+        alive: Counter[tuple[str, str, int]] = Counter()
         in_flight: tuple[Reduction, ...] = ()
         for at, kind, stage, replica, micro_batch in self._steps():
             if kind not in _COMPUTING:
-                value = compute_carried_value(kind, stage, replica, micro_batch)
                 if kind in _ARRIVING:
-                    change("communication", _RECEIVED, value[2], stream)
-                else:
-                    leaving[value] = stream
+                    value = consumed_sends.compute_carried_value(kind, stage, replica, micro_batch)
+                    alive[*_RECEIVED, value[2]] += stream
                 continue
             followed = (stage, replica, micro_batch) in at_once
             part = self.stage(stage, followed)
-            what = compute_read_value(last, kind, stage, replica, micro_batch)
             for value in answers.get(at, ()):
-                change("communication", _SENT, value[2], -leaving.pop(value))
+                alive[*_SENT, value[2]] -= stream
+            what = consumed_sends.compute_read_value(last, kind, stage, replica, micro_batch)
             if what is not None:  # it becomes the stage's input, or the gradient that its snapshots count
                 here = placement[what[1]][what[2]] == rank
-                change("communication", _SENT if here else _RECEIVED, what[2], -stream)
-            kept = FOLLOWED if followed else WAITING
+                alive[*(_SENT if here else _RECEIVED), what[2]] -= stream
+            kept = "activations", FOLLOWED if followed else WAITING, stage
             if kind in (_BACKWARD, _INPUT_GRADIENT):
                 left[stage] -= 1
-                change("activations", kept, stage, -part.saved_bytes)
+                alive[kept] -= part.saved_bytes
             later, over = self.passes[stage] - left[stage] > 1, left[stage] == 0
             highest = self._find_peak(part, kind, later, over, in_flight)
-            yield highest, now
+            assert min(alive.values(), default=0) >= 0, alive
+            yield sum(alive.values()) + highest.bytes, highest.snapshot, dict(alive)
             if kind == _FORWARD:
-                change("activations", kept, stage, part.saved_bytes)
+                alive[kept] += part.saved_bytes
             elif kind != _BACKWARD:
-                change("activations", QUEUE, stage, part.queue if kind == _INPUT_GRADIENT else -part.queue)
+                alive["activations", QUEUE, stage] += part.queue if kind == _INPUT_GRADIENT else -part.queue
             in_flight = highest.leaves
             makes = kind == _FORWARD and stage < last
             if makes or (kind in (_BACKWARD, _INPUT_GRADIENT) and stage > 0):
-                change("communication", _SENT, stage, stream)
+                alive[*_SENT, stage] += stream
 
     def _find_peak(
         self, snapshots: StageSnapshots, kind: int, later: bool, over: bool, before: tuple[Reduction, ...]
@@ -322,7 +270,7 @@ class _StepReplay:
         """Return the memory peak of one pass of a stage. snapshots: generator of the stage's memory snapshots; kind:
         forward, backward, input-gradient or weight-gradient pass; later: False for the stage's first backward of the
         step; over: True for its last backward; before: gradient reductions in flight when the pass begins."""
-        key = id(snapshots), kind, later, over, id(before)
+        key = snapshots, kind, later, over, before
         if key not in self._peaks:
             state = BackwardState(later, over, before)
             if kind == _FORWARD:
@@ -340,8 +288,7 @@ class _StepReplay:
             else:
                 half = None if kind == _BACKWARD else kind == _WEIGHT_GRADIENT
                 leaves = (*before, *snapshots.started_reductions(state, half))[-REDUCTIONS_IN_FLIGHT:]
-                leaves = self._same.setdefault(leaves, leaves)
-            self._peaks[key] = _StepPeak(snapshot, snapshot.bytes, before, leaves)
+            self._peaks[key] = _StepPeak(snapshot, snapshot.bytes, leaves)
         return self._peaks[key]
 
     def stage(self, index: int, at_once: bool) -> StageSnapshots:
@@ -373,24 +320,25 @@ class _StepReplay:
             before = now if kind == _FORWARD else None
         return found
 
-    def _steps(self) -> list[Row]:
+    def _steps(self) -> list[consumed_sends.Row]:
         """Return this rank's steps of the pipeline program (forwards, backwards, sends, receives), in order."""
-        return list_rank_steps(self.program, self.place["pp"])
+        return consumed_sends.list_rank_steps(self.program, self.place["pp"])
 
-    def _snapshot_items(self, snapshot: Snapshot, others: Mapping[tuple[str, str, int], int]) -> Iterator[Item]:
+    def _snapshot_items(self, snapshot: Snapshot, others: Mapping[tuple[str, str, int], int]) -> Iterator[Allocation]:
         """Yield the ledger items at a snapshot, without items that are allocated during the whole step. others:
         {(category, name, stage): bytes} of the tensors of other micro-batches."""
         for (category, name, of), size in others.items():
+            if not size:
+                continue
             if name in (WAITING, FOLLOWED):
                 part = self.stage(of, name == FOLLOWED)
                 count = size // part.saved_bytes
                 for each in part.saved:
                     title = each.name if count == 1 else f"{each.name} x {count}"
-                    yield Item(category, title, each.shape, each.dtype, each.bytes * count, of, "forward", "backward")
-                continue
-            yield Item(category, f"stage {of}: {name}", (), "", size, of, "forward", "backward")
-        stage = snapshot.stage
+                    yield each._replace(name=title, bytes=each.bytes * count, stage=of)
+            else:
+                yield Allocation(category, f"stage {of}: {name}", (), "", size, of, "forward", "backward")
         for each in snapshot.list_saved():
-            yield Item("activations", each.name, each.shape, each.dtype, each.bytes, stage, "forward", "backward")
-        for extra in snapshot.temporaries:
-            yield Item(extra.category, extra.name, (), "", extra.bytes, stage, snapshot.name, snapshot.name)
+            yield each._replace(stage=snapshot.stage)
+        for each in snapshot.temporaries:
+            yield each._replace(stage=snapshot.stage, first=snapshot.name, last=snapshot.name)

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.planner.cost.micro_batch import MicroBatch, Number
-from meshwright.planner.cost.tables import compute_size, select_items
+from meshwright.planner.cost.dimensions import Dimensions, list_properties
+from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number
+from meshwright.planner.cost.tables import select_items
 from meshwright.toml import read_packaged_toml
 
 
@@ -25,32 +26,19 @@ def published_layer(batch: MicroBatch, mixture: bool = False) -> dict[str, Numbe
     """Return {operation: bytes} of the activations that one layer saves on one rank under the micro-batch's engine, as
     published; Megatron-LM's for an engine without published figures. mixture: True if the layer's MLP is a mixture of
     experts."""
-    config, layout, engine, tp = batch.config, batch.layout, batch.engine, batch.tp
-    tokens, heads = batch.rows * batch.sequence / batch.cp, config.heads / tp
-    inputs, columns = 1.0, config.intermediate / tp
-    if mixture:
-        inputs = config.experts_per_token + (config.shared_intermediate > 0)
-        expert = config.expert_intermediate / (batch.etp if batch.expert_parallel else tp)
-        columns = config.experts_per_token * expert + config.shared_intermediate / tp
-    latent = config.latent
-    dimensions = {
-        "tokens": tokens, "hidden": config.hidden, "query": heads * config.head_dim, "heads": heads,
-        "key": config.kv_heads * config.head_dim / tp, "scores": heads * batch.sequence * tokens, "inputs": inputs,
-        "stream": tokens * config.hidden / (tp if layout.tensor_sequence_parallel else 1), "columns": columns,
-        "latent_numbers": (latent.query_rank or 0) + latent.cached_dim if latent
-        else 3 * config.heads * config.head_dim,
-        "all_heads": config.heads, "head": config.head_dim, "value": config.value_dim,
+    config, engine, recompute = batch.config, batch.engine, batch.layout.recompute
+    kind, latent = LayerKind(None, mixture, rotates=False), config.latent
+    numbers = (latent.query_rank or 0) + latent.cached_dim if latent else 3 * config.heads * config.head_dim
+    flags = {
+        "alternate": engine.name == "torchtitan" and recompute == "selective" and not mixture,
+        "stores_scores": batch.kernel == "scores" and recompute == "none", "compiled": engine.fusion == "compiled",
+        "gathered": keeps_gathered(batch),
     }  # fmt: skip
-    every = {
-        layout.recompute: True, "gated": config.gated, "mixture": mixture, "dropout": engine.dropout,
-        "alternate": engine.name == "torchtitan" and layout.recompute == "selective" and not mixture,
-        "gathered": keeps_gathered(batch), "stores_scores": batch.kernel == "scores" and layout.recompute == "none",
-        "compiled": engine.fusion == "compiled", "query_key_norm": config.query_key_norm,
-    }  # fmt: skip
+    true = list_properties(batch, kind) | {name for name, value in flags.items() if value}
     table = read_packaged_toml("planner/memory/published.toml")
-    true = {name for name, value in every.items() if value}
     found = select_items(table[_CONVENTIONS.get(engine.name, "megatron")], true, table["groups"])
-    return {item.name: compute_size(item.value, dimensions) for item in found}
+    dimensions = Dimensions(batch, kind, {"latent_numbers": numbers})
+    return {item.name: dimensions[item.value] for item in found}
 
 
 _CONVENTIONS = {"torchtitan": "eager", "llm-foundry": "eager", "nanotron": "eager", "hai-llm": "eight_bit"}

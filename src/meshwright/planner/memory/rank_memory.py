@@ -9,22 +9,23 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from meshwright.collectives.quantities import GIB
 from meshwright.layout import Layout
 from meshwright.names import BIDIRECTIONAL_SCHEDULES, SCHEDULE_CHUNKS
 from meshwright.planner.cost.blocks import layer_operators
-from meshwright.planner.cost.bubbles import in_flight, stages_by_rank
+from meshwright.planner.cost.bubbles import in_flight
 from meshwright.planner.cost.communication import count_parameters, group_of, sum_parameters
-from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch, layer_examples
-from meshwright.planner.cost.pipeline_times import communicated_zero_stage
-from meshwright.planner.cost.rates import attention_kernel
+from meshwright.planner.cost.layer_times import micro_batch_of_layout
+from meshwright.planner.cost.micro_batch import layer_examples
+from meshwright.planner.cost.pipeline_times import communicated_zero_stage, place_stages
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.memory.activation_bytes import state_bytes_per_parameter
-from meshwright.planner.memory.ledger import CATEGORIES, CUDA_CONTEXT, STORED, Item, ledger
+from meshwright.planner.memory.ledger import CUDA_CONTEXT, STORED, Ledger, ledger
 from meshwright.planner.memory.published import keeps_gathered, published_layer
+from meshwright.planner.memory.snapshot import Allocation
 from meshwright.planner.problem import Problem
 from meshwright.spec.stage_times import program_for
 from meshwright.spec.stages import Stage
@@ -53,41 +54,28 @@ def context_bytes(problem: Problem) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class RankMemory:
-    """Memory of one pipeline rank at its peak.
+class RankMemory(Ledger):
+    """Memory of one pipeline rank at its peak, on its device: the ledger of its tensors, and what else takes memory.
 
     Attributes:
         pp_rank: Pipeline rank.
-        items: Tensors at the peak.
-        peak_bytes: Sum of the items, as PyTorch's allocator counts.
-        peak_snapshot: Name of the memory snapshot, such as "layers.3.mlp: backward".
-        framework_bytes: Further bytes of the CUDA context; on a CPU of interpreter and libraries.
-        slack_bytes: Further bytes without a known tensor, such as fragmentation.
-        exact: True if counted tensor by tensor, False if in closed form.
-        compiled: True if predicted for compiled layers.
+        framework_bytes: Bytes of the CUDA context; on a CPU of interpreter and libraries.
+        slack_bytes: Bytes without a known tensor, such as fragmentation.
     """
 
-    pp_rank: int
-    items: tuple[Item, ...]
-    peak_bytes: int
-    peak_snapshot: str
-    framework_bytes: int
-    slack_bytes: int
-    exact: bool
-    compiled: bool = False
+    pp_rank: int = 0
+    framework_bytes: int = 0
+    slack_bytes: int = 0
 
     @property
     def device_bytes(self) -> int:
-        """Total bytes on the device: tensors, framework and slack."""
+        """Bytes needed on the device: tensors, framework and what cannot be itemised."""
         return self.peak_bytes + self.framework_bytes + self.slack_bytes
 
     def by_category(self) -> dict[str, int]:
-        """Return {category: bytes} at the peak, such as "activations"; "framework" and "unexplained" are included."""
-        found = dict.fromkeys(CATEGORIES, 0)
-        for item in self.items:
-            found[item.category] += item.bytes
-        found["framework"], found["unexplained"] = self.framework_bytes, self.slack_bytes
-        return found
+        """Return the bytes at the peak by category, with "framework" and "unexplained"."""
+        outside = {"framework": self.framework_bytes, "unexplained": self.slack_bytes}
+        return Ledger.by_category(self) | outside
 
     def gib(self) -> dict[str, float]:
         """Return {category: GiB}. "peak" is the sum over tensors; "framework" and "unexplained" come in addition to the
@@ -99,10 +87,10 @@ class RankMemory:
         return parts | {"framework": self.framework_bytes / GIB, "unexplained": self.slack_bytes / GIB}
 
 
-def merge_layers(items: Iterable[Item]) -> list[Item]:
+def merge_layers(items: Iterable[Allocation]) -> list[Allocation]:
     """Merge ledger items that differ only in the number of their layer, such as `layers.0.mlp.up.input`, and sum their
     bytes. Return the merged items, largest first."""
-    found: dict[tuple[str, ...], list[Item]] = {}
+    found: dict[tuple[str, ...], list[Allocation]] = {}
     numbers: dict[tuple[str, ...], list[int]] = {}
     for item in items:
         layer = re.match(r"layers\.(\d+)\.?(.*)", item.name)
@@ -115,14 +103,13 @@ def merge_layers(items: Iterable[Item]) -> list[Item]:
     for alike, same in found.items():
         layers = sorted(set(numbers.get(alike, ())))
         name = same[0].name if len(layers) < 2 else f"{alike[0]}, {len(layers)} layers ({layers[0]} to {layers[-1]})"
-        merged.append(replace(same[0], name=name, bytes=sum(item.bytes for item in same)))
+        merged.append(same[0]._replace(name=name, bytes=sum(item.bytes for item in same)))
     return sorted(merged, key=lambda item: -item.bytes)
 
 
 @lru_cache(maxsize=256)
 def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
     """Return the memory of the pipeline rank `pp_rank` at its peak. Raises `UserError` for an infeasible layout."""
-    context = context_bytes(problem)
     if problem.engine.name == "meshwright":
         found = ledger(
             problem.config, layout, batch=problem.batch, sequence=problem.sequence, optimizer=problem.optimizer,
@@ -131,16 +118,12 @@ def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
             device=problem.cluster.kind, compile=problem.compile, pairs=problem.pairs,
             teacher=problem.teacher, architecture=problem.cluster.device.architecture,
         )  # fmt: skip
-        items = tuple(item for item in found.items if item.category not in ("framework", "unexplained"))
-        peak, moment, compiled = found.peak_bytes, found.peak_snapshot, found.compiled
     else:
         items = tuple(_published(problem, layout, pp_rank))
-        peak, moment = sum(item.bytes for item in items), "most micro-batches under way"
-        compiled = False
-    return RankMemory(
-        pp_rank, items, peak, moment, context, round(slack_fraction(problem.cluster) * peak),
-        problem.engine.name == "meshwright", compiled,
-    )  # fmt: skip
+        found = Ledger(items, sum(item.bytes for item in items), "most micro-batches under way")
+    tensors = {field.name: getattr(found, field.name) for field in fields(Ledger)}
+    slack = round(slack_fraction(problem.cluster) * found.peak_bytes)
+    return RankMemory(**tensors, pp_rank=pp_rank, framework_bytes=context_bytes(problem), slack_bytes=slack)
 
 
 def distinct_ranks(problem: Problem, layout: Layout) -> list[int]:
@@ -156,32 +139,25 @@ def distinct_ranks(problem: Problem, layout: Layout) -> list[int]:
 def stages_at(problem: Problem, layout: Layout) -> list[list[Stage]]:
     """Return the pipeline stages of each pipeline rank, one list per rank. Under a bidirectional schedule a list has
     the stages of both replicas."""
-    if layout.schedule in SCHEDULE_CHUNKS and layout.schedule != "auto":
-        places = stages_by_rank(layout.schedule, layout.pp, layout.chunks)
-    else:  # a program of one's own puts them where it likes
-        places = program_for(layout, problem.config, problem.sequence).stages_by_rank
-    count = 1 + max(max(place) for place in places)
-    stages = problem.engine.stages(problem.config, count, problem.sequence)
+    own = layout.schedule not in SCHEDULE_CHUNKS or layout.schedule == "auto"  # its program puts them where it likes
+    program = program_for(layout, problem.config, problem.sequence) if own else None
+    stages, places = place_stages(problem, layout, program)
     return [[stages[at] for at in place] for place in places]
 
 
-def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]:
+def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Allocation]:
     """Yield the memory items of the pipeline rank `pp_rank` under an engine other than `meshwright`, by the engine's
     published closed forms; their sum is the peak."""
     config, engine = problem.config, problem.engine
     place = stages_at(problem, layout)[pp_rank]
-    rows = problem.batch // (layout.dp * layout.micro_batches)
-    batch = MicroBatch.of(
-        config, layout, rows, problem.sequence, dtype=DTYPES[problem.precision], engine=engine,
-        kernel=attention_kernel(engine, problem.cluster, config),
-    )  # fmt: skip
+    batch = micro_batch_of_layout(problem, layout)
     x = batch.itemsize
     dense, experts = (sum(part) for part in zip(*(count_parameters(batch, stage) for stage in place), strict=True))
     each = state_bytes_per_parameter(problem)
     for kind, numel, axis in (("dense", dense, "shard"), ("experts", experts, "expert_shard")):
         ranks = group_of(layout, axis, problem.cluster).ranks
         for category, size in zip(MEMORY_PARTS, each.sharded(layout.zero, ranks), strict=False) if numel else ():
-            yield Item(category, f"{kind} {category}", bytes=round(numel * size))
+            yield Allocation(category, f"{kind} {category}", bytes=round(numel * size))
     waiting, _ = in_flight(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
     # Under a bidirectional schedule a micro-batch passes one of the rank's two stages.
     flying = float(waiting[:, pp_rank].max()) / (len(place) if layout.schedule in BIDIRECTIONAL_SCHEDULES else 1)
@@ -190,29 +166,29 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]
     for mixture, layers in Counter(config.has_experts(layer) for stage in place for layer in stage.layers).items():
         saved = published_layer(batch, mixture)
         for name, size in saved.items():
-            yield Item(
+            yield Allocation(
                 "activations", f"{name} of {layers} layers x {flying:g}", bytes=round(size * x / 2 * layers * flying)
             )
         again = max(again, sum(published_layer(unrecomputed, mixture).values()) - sum(saved.values()))
     logits = 0.0
     if config.head in ("next", "masked") and any(stage.last for stage in place):
-        tokens = count_predictions(config, rows, problem.sequence) / layout.cp
+        tokens = count_predictions(config, batch.rows, problem.sequence) / layout.cp
         logits = tokens * batch.vocabulary * (x + engine.loss_holds)
         # The head's gathered input; the sharded loss also holds its product with the exponential
         # (torch/distributed/tensor/parallel/loss.py, _nll_loss_and_log_softmax_backward).
         logits += keeps_gathered(batch) * tokens * (config.hidden * x + batch.vocabulary * 4)
     # The loss has ended when a layer is recomputed, so the larger of the two counts.
     if again * x / 2 > logits:
-        yield Item("activations", "a recomputed layer", bytes=round(again * x / 2))
+        yield Allocation("activations", "a recomputed layer", bytes=round(again * x / 2))
     elif logits:
-        yield Item("logits", "logits", bytes=round(logits))
+        yield Allocation("logits", "logits", bytes=round(logits))
     if communicated_zero_stage(layout.zero, layout.pp, engine) < layout.zero:
         if layout.zero == 3:
-            yield Item("communication", "gathered parameters", bytes=round((dense + experts) * x))
-        yield Item("gradients", "unsharded gradients", bytes=round((dense + experts) * each.gradients))
+            yield Allocation("communication", "gathered parameters", bytes=round((dense + experts) * x))
+        yield Allocation("gradients", "unsharded gradients", bytes=round((dense + experts) * each.gradients))
     elif layout.zero == 3:
         layer = max(sum(sum_parameters(layer_operators(batch, each))) for each in layer_examples(config).values())
-        yield Item("communication", "gathered layers", bytes=round(2 * layer * x))
+        yield Allocation("communication", "gathered layers", bytes=round(2 * layer * x))
 
 
 @lru_cache(maxsize=64)

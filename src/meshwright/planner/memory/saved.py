@@ -13,15 +13,13 @@ from functools import cache
 
 import numpy as np
 
-from meshwright.planner.cost.blocks import embedding_operators, head_operators, layer_operators
+from meshwright.planner.cost.blocks import embedding_operators, head_operators, keeps_gradient, layer_operators
 from meshwright.planner.cost.dimensions import Dimensions, element_types, list_properties
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, at_least, at_most, layer_kind
-from meshwright.planner.cost.operations import keeps_gradient
 from meshwright.planner.cost.operators import SavedTensor
-from meshwright.planner.cost.tables import Item, parse_tensor, select_items
+from meshwright.planner.cost.tables import parse_tensor, select_items
 from meshwright.planner.memory import compiled_blocks, compiled_peaks
-from meshwright.planner.memory.snapshot import Saved
-from meshwright.spec.chunks import split_loss_chunks
+from meshwright.planner.memory.snapshot import Allocation
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.stages import Stage
 from meshwright.toml import read_packaged_toml
@@ -29,7 +27,7 @@ from meshwright.toml import read_packaged_toml
 
 def saved_activations(
     batch: MicroBatch, stage: Stage, *, at_once: bool = True, tp_rank: int = 0, compiled: bool = False
-) -> list[Saved]:
+) -> list[Allocation]:
     """Return the activations of one micro-batch that a rank saves for the backward in a pipeline stage.
 
     at_once: True if the stage's backward directly follows its forward; tp_rank: rank along tp; compiled: True if layers
@@ -38,18 +36,19 @@ def saved_activations(
     found = []
     for each in _tensors(batch, stage, at_once, tp_rank, compiled):
         dtype = types[each.kind]
-        found.append(Saved(each.name, each.shape, dtype, math.prod(each.shape) * ITEM_BYTES[dtype]))
+        size = math.prod(each.shape) * ITEM_BYTES[dtype]
+        found.append(Allocation("activations", each.name, each.shape, dtype, size, None, "forward", "backward"))
     return found
 
 
-def position_tables(config: ModelConfig, sequence: int, parameter_dtype: str = "float32") -> list[Saved]:
+def position_tables(config: ModelConfig, sequence: int, parameter_dtype: str = "float32") -> list[Allocation]:
     """Return the cosine and sine tables of rotary positions for `sequence` tokens, rounded up to a power of two. The
     list is empty for models without rotary positions. parameter_dtype: torch's type name."""
-    dtype, found = element_types(parameter_dtype)["wide"], list[Saved]()
+    dtype, found = element_types(parameter_dtype)["wide"], list[Allocation]()
     for rotation in config.rotations(range(config.layers)):
         shape = 1 << (sequence - 1).bit_length(), rotation.size // 2
         size = math.prod(shape) * ITEM_BYTES[dtype]
-        found += [Saved(f"rotation.table.{part}", shape, dtype, size) for part in ("cosine", "sine")]
+        found += [Allocation("workspace", f"rotation.table.{part}", shape, dtype, size) for part in ("cosine", "sine")]
     return found
 
 
@@ -75,7 +74,8 @@ def _tensors(batch: MicroBatch, stage: Stage, at_once: bool, tp_rank: int, compi
         if key not in layers:
             layers[key] = list(_compiled_layer(batch, layer) if whole else layer_tensors(batch, layer, not stage.first))
         # A norm's input in the type of activations is the stage's input, saved already.
-        shared = "attention_norm.input" if begins and not config.encoder and not _copies_input(batch) else None
+        copied = config.norm == "rmsnorm" and batch.narrow
+        shared = "attention_norm.input" if begins and not config.encoder and not copied else None
         if begins and not config.pre_norms and batch.layout.tp == 1:  # the projections read it
             shared = "attention.qkv.input"
         for each in layers[key]:
@@ -88,7 +88,7 @@ def _tensors(batch: MicroBatch, stage: Stage, at_once: bool, tp_rank: int, compi
                 yield each._replace(kind="x") if plain else each
     if stage.last:
         yield from _head(batch, stage, at_once, tp_rank)
-    elif _mixtures(batch, stage):
+    elif any(map(config.has_experts, stage.layers)):
         yield SavedTensor("balance", (), "wide")
 
 
@@ -117,28 +117,18 @@ def _compiled_layer(batch: MicroBatch, layer: int) -> Iterator[SavedTensor]:
             yield each
 
 
-def _copies_input(batch: MicroBatch) -> bool:
-    """Return True if a norm saves a copy of its input in float32."""
-    return batch.config.norm == "rmsnorm" and batch.narrow
-
-
-def _mixtures(batch: MicroBatch, stage: Stage) -> bool:
-    """Return True if a layer of the stage is a mixture of experts."""
-    return any(batch.config.has_experts(layer) for layer in stage.layers)
-
-
 @cache
-def _select(section: str, properties: frozenset[str]) -> tuple[Item, ...]:
-    """Return the tensors of one list in `tensors.toml` whose conditions hold. section: name of the list, such as
-    "loss"; properties: names of the properties that hold, such as "gated"."""
-    return select_items(read_packaged_toml("planner/memory/tensors.toml")["saved"][section], properties, {})
+def _select(section: str, properties: frozenset[str]) -> tuple[SavedTensor, ...]:
+    """Return the tensors of a list of `tensors.toml` that exist; their shapes are not computed yet. section: name of
+    the list; properties: names of the properties that hold."""
+    items = select_items(read_packaged_toml("planner/memory/tensors.toml")["saved"][section], properties, {})
+    return tuple(map(parse_tensor, items))
 
 
 def _listed(section: str, dimensions: Dimensions, properties: frozenset[str]) -> Iterator[SavedTensor]:
-    """Yield the tensors of one list in `tensors.toml` whose conditions hold, with their shapes. section: name of the
-    list, such as "loss"; dimensions: {name or formula of a size: value}; properties: names of the properties that hold,
-    such as "gated"."""
-    return (parse_tensor(item).compute(dimensions) for item in _select(section, properties))
+    """Yield the saved tensors of a list of `tensors.toml`. section: name of the list; dimensions: values of sizes;
+    properties: names of the properties that hold."""
+    return (tensor.compute(dimensions) for tensor in _select(section, properties))
 
 
 def _shared_by_layers(batch: MicroBatch, stage: Stage) -> Iterator[SavedTensor]:
@@ -156,8 +146,9 @@ def _shared_by_layers(batch: MicroBatch, stage: Stage) -> Iterator[SavedTensor]:
         "bounds": 1 + batch.varlen_documents if batch.masked else 0,
         "ring_bounds": 1 + batch.ring_documents if batch.masked and batch.ring else 0,
     }
+    own_tiles = "capped" in list_properties(batch, layer_kind(config, 0))
     # The host reads the bounds of attention in tiles; an encoder's mask is one for all layers.
-    for window in sorted(windows) if not (batch.capped or config.encoder) else ():
+    for window in sorted(windows) if not (own_tiles or config.encoder) else ():
         kind = windows[window]
         for each in _listed("window", Dimensions(batch, kind, bounds), list_properties(batch, kind)):
             yield each._replace(name=f"{each.name}.{window or 'all'}")
@@ -171,10 +162,7 @@ def _head(batch: MicroBatch, stage: Stage, at_once: bool, tp_rank: int) -> Itera
     """Yield the tensors that the loss saves; for an encoder, also those of the transform, or of pooler and classifier,
     before the loss. at_once: True if the stage's backward directly follows its forward; tp_rank: rank along tp."""
     config, kind = batch.config, layer_kind(batch.config, 0)
-    count, width = batch.all_tokens, at_most(batch.vocabulary, config.vocabulary)
-    if config.encoder:
-        count, width = batch.predictions, config.vocabulary
-    several = not isinstance(count, np.ndarray) and len(split_loss_chunks(count, width, batch.device)) > 1
+    several = not isinstance(batch.predictions, np.ndarray) and len(batch.loss_chunks) > 1
     keeps = not batch.responses and not config.encoder and keeps_gradient(batch, len(stage.layers), at_once)
     # The last ranks along tp may have fewer rows of the head.
     rows = at_least(at_most(config.vocabulary - tp_rank * batch.vocabulary, batch.vocabulary), 0)

@@ -10,45 +10,51 @@ from meshwright.planner.cost.micro_batch import Number
 from meshwright.planner.memory.states import Flat
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """An activation that a forward saves for its backward. name: such as "layers.3.mlp.up.input"; shape: sizes on this
-    rank; dtype: torch's type name; bytes: size of the whole storage."""
+class Allocation(NamedTuple):
+    """One tensor in memory, or several equal tensors.
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: Number
-
-
-class Temporary(NamedTuple):
-    """A tensor of a memory snapshot that is neither persistent nor a saved activation. name: such as "layers.3.mlp.up";
-    category: category of the memory ledger, such as "workspace"; bytes: size. An entry with negative bytes stands for a
-    saved activation that is already freed."""
+    Attributes:
+        category: Such as "activations".
+        name: Such as "layers.3.mlp.up.input".
+        shape, dtype: Shape and torch's type name of each tensor; empty if unknown.
+        bytes: Bytes of all tensors together; an array for many layouts.
+        stage: Pipeline stage; None if the tensors belong to none.
+        first, last: Events between which the tensors are allocated, such as "forward".
+    """
 
     category: str
     name: str
-    bytes: int
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    bytes: Number = 0
+    stage: int | None = None
+    first: str = "start"
+    last: str = "end"
 
 
-NamedSnapshot = tuple[str, list[Temporary]]
+NamedSnapshot = tuple[str, list[Allocation]]
 """(suffix of the snapshot's name after its unit's, such as ".attention"; temporaries)."""
 
 
-def activation(name: str, size: int) -> Temporary:
-    """Return a temporary of category "activations": a short-lived activation, or the gradient of an activation. size:
+def activation(name: str, size: int) -> Allocation:
+    """Return an allocation of category "activations": a short-lived activation, or the gradient of an activation. size:
     bytes."""
-    return Temporary("activations", name, size)
+    return Allocation("activations", name, bytes=size)
 
 
-def workspace(name: str, size: int) -> Temporary:
-    """Return a temporary of category "workspace": memory that a kernel or loop allocates while it runs. size: bytes."""
-    return Temporary("workspace", name, size)
+def gradient(name: str, size: int) -> Allocation:
+    """Return an allocation of category "gradients". size: bytes."""
+    return Allocation("gradients", name, bytes=size)
 
 
-def message(name: str, size: int) -> Temporary:
-    """Return a temporary of category "communication": a tensor that is being sent or received. size: bytes."""
-    return Temporary("communication", name, size)
+def workspace(name: str, size: int) -> Allocation:
+    """Return an allocation of category "workspace": memory that a kernel or loop needs while it runs. size: bytes."""
+    return Allocation("workspace", name, bytes=size)
+
+
+def message(name: str, size: int) -> Allocation:
+    """Return an allocation of category "communication": a tensor that is being sent or received. size: bytes."""
+    return Allocation("communication", name, bytes=size)
 
 
 class Reduction(NamedTuple):
@@ -85,9 +91,6 @@ class Buffers(NamedTuple):
     tied: bool
 
 
-FIRST_AND_LAST = BackwardState(later=False, last=True)
-
-
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """A memory snapshot of a pipeline stage: the tensors that are allocated at one point of a forward or backward.
@@ -102,15 +105,15 @@ class Snapshot:
 
     name: str
     saved_bytes: int
-    temporaries: tuple[Temporary, ...]
+    temporaries: tuple[Allocation, ...]
     stage: int | None = None
-    list_saved: Callable[[], list[Saved]] = list
+    list_saved: Callable[[], list[Allocation]] = list
 
     @property
-    def bytes(self) -> int:
+    def bytes(self) -> Number:
         """Total bytes of the snapshot."""
         return self.saved_bytes + sum(one.bytes for one in self.temporaries)
 
-    def with_more(self, added: Sequence[Temporary]) -> Snapshot:
+    def with_more(self, added: Sequence[Allocation]) -> Snapshot:
         """Return a copy of the snapshot with the tensors `added` in addition."""
         return replace(self, temporaries=(*self.temporaries, *added)) if added else self

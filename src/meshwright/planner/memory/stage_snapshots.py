@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
+from meshwright.planner.cost.dimensions import Dimensions
 from meshwright.planner.cost.micro_batch import MicroBatch, Number, layer_kind
 from meshwright.planner.memory import compiled_peaks, temporaries
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, can_predict_compiled
 from meshwright.planner.memory.compiled_peaks import COLLECTED, Backward
 from meshwright.planner.memory.snapshot import (
-    FIRST_AND_LAST,
+    Allocation,
     BackwardState,
     Buffers,
     NamedSnapshot,
     Reduction,
-    Saved,
     Snapshot,
-    Temporary,
     activation,
+    gradient,
     message,
     workspace,
 )  # fmt: skip
@@ -31,24 +31,17 @@ OF_HEAD = ("head.", "final_norm.", "transform.", "transform_norm.", "pooler.", "
 """Prefixes of the names of activations that the head's FSDP unit saves."""
 
 
-def queued_bytes(batch: MicroBatch, unrecomputed: Sequence[Saved], layer: int, attention: bool = True) -> Number:
+def queued_bytes(batch: MicroBatch, unrecomputed: Sequence[Allocation], layer: int, attention: bool = True) -> Number:
     """Return the bytes that a layer's queued weight gradients keep allocated: the inputs and the output gradients of
     its linear layers. unrecomputed: activations that the stage saves without recompute; attention: False to leave out
     attention's linear layers."""
-    config, tokens = batch.config, batch.all_tokens
+    sizes = Dimensions(batch, layer_kind(batch.config, layer))
     names = ("qkv.input", "output.input", "up.input", "down.input") if attention else ("up.input", "down.input")
-    found: Number = 0
+    found: Number = sizes["mlp_outputs x"] + (sizes["attention_outputs x"] if attention else 0)
     for each in unrecomputed:
         if each.name.startswith(f"layers.{layer}.") and each.name.endswith(names):
             found = found + each.bytes
-    gradients = tokens * (config.hidden + batch.qkv_width) if attention else 0
-    if config.has_experts(layer):
-        gradients = gradients + batch.arriving * (config.hidden + 2 * batch.expert_width)
-        if config.shared_intermediate:
-            gradients = gradients + tokens * (config.hidden + 2 * config.shared_intermediate // batch.tp)
-    else:
-        gradients = gradients + tokens * (config.hidden + config.intermediate // batch.tp * (2 if config.gated else 1))
-    return found + gradients * batch.itemsize
+    return found
 
 
 class StageSnapshots:
@@ -58,8 +51,8 @@ class StageSnapshots:
     True if layers, norm and loss are compiled; queues: True if split backwards queue weight gradients."""
 
     def __init__(
-        self, batch: MicroBatch, stage: Stage, buffers: Buffers, saved: Sequence[Saved], unrecomputed: Sequence[Saved],
-        *, compiled: bool = False, queues: bool = False,
+        self, batch: MicroBatch, stage: Stage, buffers: Buffers, saved: Sequence[Allocation],
+        unrecomputed: Sequence[Allocation], *, compiled: bool = False, queues: bool = False,
     ) -> None:  # fmt: skip
         self.batch, self.stage, self.saved, self.whole, self.buffers = batch, stage, saved, unrecomputed, buffers
         self.compiled, self.queues, self.units = compiled, queues, buffers.units
@@ -69,31 +62,27 @@ class StageSnapshots:
         self._saved_of, self._whole_of = self._by_unit(saved), self._by_unit(unrecomputed)
         self.saved_bytes = sum(each.bytes for each in saved)
         self.stream = batch.stream_bytes
+        self.both_ends = buffers.tied and stage.first and stage.last  # one matrix is embedding and head
         self.queue = sum(map(self._queue_of, self._layer)) if queues else 0
         self._backwards: dict[tuple[object, ...], list[NamedSnapshot]] = {}
 
-    @property
-    def _both_ends(self) -> bool:
-        """True if the stage has both the embedding and the head, and they share their weight."""
-        return self.buffers.tied and self.stage.first and self.stage.last
-
-    def _by_unit(self, saved: Sequence[Saved]) -> dict[str, list[Saved]]:
+    def _by_unit(self, saved: Sequence[Allocation]) -> dict[str, list[Allocation]]:
         """Return {FSDP unit (layer, embedding or head): its saved activations}, in order. The key "" has the
         activations that belong to no unit, which are freed only at the end of the backward."""
-        found: dict[str, list[Saved]] = {unit: [] for unit in (*self.units, "")}
+        found: dict[str, list[Allocation]] = {unit: [] for unit in (*self.units, "")}
         for each in saved:
             unit = "head" if each.name.startswith(OF_HEAD) else ".".join(each.name.split(".")[:2])
             found[unit if unit in found else ""].append(each)
         return found
 
-    def _saved_at(self, unit_index: int, backward: bool) -> list[Saved]:
+    def _saved_at(self, unit_index: int, backward: bool) -> list[Allocation]:
         """Return the saved activations that are allocated during the forward of the unit with index `unit_index`.
         backward: True for its backward instead."""
         before = ("", *self.units[: unit_index + backward])
         return [each for unit in before for each in self._saved_of[unit]]
 
     def _snapshot(
-        self, name: str, saved: int, tensors: Sequence[Temporary], unit_index: int, backward: bool
+        self, name: str, saved: int, tensors: Sequence[Allocation], unit_index: int, backward: bool
     ) -> Snapshot:
         """Return a memory snapshot during the forward of the unit with index `unit_index`, or during its backward if
         `backward`. name: name of the snapshot; saved: bytes of saved activations; tensors: all other tensors."""
@@ -114,7 +103,7 @@ class StageSnapshots:
             out = (message("output", self.stream),)
             yield self._snapshot("end of forward", before, out, len(self.units), False)
 
-    def _layer_forward(self, unit_index: int) -> Iterator[Temporary]:
+    def _layer_forward(self, unit_index: int) -> Iterator[Allocation]:
         """Yield the temporaries during the forward of the unit with index `unit_index`, a layer or an embedding."""
         unit, at = self.units[unit_index], self.batch
         if unit not in self._layer:
@@ -133,7 +122,7 @@ class StageSnapshots:
             for _, extras in temporaries.Pass.of_layer(at, layer, **sizes).snapshots("layer_forward"):
                 yield from extras
 
-    def backward(self, split: bool = False, state: BackwardState = FIRST_AND_LAST) -> Iterator[Snapshot]:
+    def backward(self, split: bool, state: BackwardState) -> Iterator[Snapshot]:
         """Yield the memory snapshots of one micro-batch's backward in order. split: True for a backward that computes
         only input gradients; state: state of the stage when the backward begins, such as gradient reductions in flight.
         """
@@ -146,11 +135,11 @@ class StageSnapshots:
             at_end |= unit in LOOKED_UP or (unit == "head" and config.head in ("next", "masked"))
             around = [*self._gathered(place, -1), *self._reductions(place, state, split, at_end)]
             opened = self._unsharded_gradients(place) if at_end and not split else []
-            if self._both_ends and unit != "head" and not frozen:
+            if self.both_ends and unit != "head" and not frozen:
                 # Autograd holds it until the gradient of the lookup is computed too.
-                around.append(Temporary("gradients", "head's part of the embedding's gradient", matrix))
+                around.append(gradient("head's part of the embedding's gradient", matrix))
             elif split and self.stage.last and unit != "head" and config.head == "next" and not frozen:
-                around.append(Temporary("gradients", "head weight gradient, held", matrix))
+                around.append(gradient("head weight gradient, held", matrix))
             if queue:
                 around.append(activation("queue of weight gradients", queue))
             if place < len(self.units) - 1 and not self.stage.last and not split:  # else the queue has it
@@ -170,9 +159,9 @@ class StageSnapshots:
     def weight_gradients(self, state: BackwardState) -> Iterator[Snapshot]:
         """Yield the memory snapshots of the pass that computes queued weight gradients. state: state of the stage when
         the pass begins."""
-        at, config = self.batch, self.batch.config
-        columns = max(at.qkv_width, config.intermediate // at.layout.tp * (2 if config.gated else 1))
-        extras = [] if self.fused else [workspace("weight gradient", columns * config.hidden * at.itemsize)]
+        sizes = Dimensions(self.batch, layer_kind(self.batch.config, 0))
+        largest = max(sizes["qkv hidden x"], sizes["up hidden x"])
+        extras = [] if self.fused else [workspace("weight gradient", largest)]
         around = [
             *self.in_flight([*state.before, *self.started_reductions(state, True)]),
             *self._unsharded_gradients(0),
@@ -240,7 +229,7 @@ class StageSnapshots:
             sizes = temporaries.adapter_sizes(at, number, layer.dimensions)
             yield from temporaries.Pass.of_layer(at, number, saved, split=split, **sizes).snapshots("adapted_mlp")
         yield from layer.snapshots("mlp_norm")
-        around: list[Temporary] = []  # the MLP's tensors are freed by now, except operands of queued weight gradients
+        around: list[Allocation] = []  # the MLP's tensors are freed by now, except operands of queued weight gradients
         if split:
             of_products = queued_bytes(at, saved, number, attention=False)
             around = [activation("queue of the MLP's weight gradients", of_products)]
@@ -267,14 +256,14 @@ class StageSnapshots:
 
     # --- parameters and gradients
 
-    def _gathered(self, unit_index: int, step: int) -> list[Temporary]:
+    def _gathered(self, unit_index: int, step: int) -> list[Allocation]:
         """Return the full parameters that ZeRO-3 holds during a pass of the unit with index `unit_index`: those of this
         unit, and of the prefetched next unit. step: 1 in the forward, -1 in the backward (the next unit is `unit_index`
         + step)."""
         names = {self.units[at] for at in (unit_index, unit_index + step) if 0 <= at < len(self.units)}
         if step < 0:
             names -= set(LOOKED_UP)
-        if self.buffers.tied and ("head" in names or (step > 0 and self._both_ends)):
+        if self.buffers.tied and ("head" in names or (step > 0 and self.both_ends)):
             names.add("embedding")
         return [
             message(f"{flat.name} gathered", flat.held_bytes(flat.padded, self.batch.itemsize))
@@ -283,7 +272,7 @@ class StageSnapshots:
             if flat.zero == 3
         ]
 
-    def _reductions(self, unit_index: int, state: BackwardState, split: bool, at_end: bool) -> list[Temporary]:
+    def _reductions(self, unit_index: int, state: BackwardState, split: bool, at_end: bool) -> list[Allocation]:
         """Return the tensors of gradient reductions in flight, and unsharded gradient buffers, in the backward of the
         unit with index `unit_index`. state: state of the stage when its backward begins; split: True if only input
         gradients are computed; at_end: True if the unit allocates its gradient buffers at the end of its backward."""
@@ -292,19 +281,19 @@ class StageSnapshots:
         posted = [*state.before, *self._list_reductions(range(unit_index + 1, len(self.units)), state)]
         return [*self.in_flight(posted), *([] if at_end else self._unsharded_gradients(unit_index))]
 
-    def _unsharded_gradients(self, unit_index: int) -> list[Temporary]:
+    def _unsharded_gradients(self, unit_index: int) -> list[Allocation]:
         """Return the unsharded gradient buffers that the backward of the unit with index `unit_index` allocates."""
         opened = self.buffers.flats.get(self.units[unit_index], ()) if self.units else ()
         return [each for flat in opened for each in self._unsharded(flat)]
 
-    def _unsharded(self, flat: Flat) -> list[Temporary]:
+    def _unsharded(self, flat: Flat) -> list[Allocation]:
         """Return, as a list, the unsharded gradient buffer that the flat parameter buffer `flat` allocates under ZeRO-2
         and 3; empty if it uses a buffer shared by layers, which is counted elsewhere."""
         if flat.zero < 2 or flat.padded in self.buffers.reused:
             return []
-        return [Temporary("gradients", f"{flat.name} unsharded gradient", flat.padded * self.batch.wide)]
+        return [gradient(f"{flat.name} unsharded gradient", flat.padded * self.batch.wide)]
 
-    def in_flight(self, posted: Sequence[Reduction]) -> list[Temporary]:
+    def in_flight(self, posted: Sequence[Reduction]) -> list[Allocation]:
         """Return the tensors of the gradient reductions in flight. posted: all reductions started so far; only the last
         few of them are in flight."""
         found = []
@@ -334,6 +323,6 @@ class StageSnapshots:
         return [Reduction(flat, state.later) for flat in flats if flat.zero >= 2 or state.last]
 
 
-def _count_bytes(saved: Iterable[Saved]) -> int:
+def _count_bytes(saved: Iterable[Allocation]) -> int:
     """Return the total bytes of saved activations."""
     return sum(each.bytes for each in saved)

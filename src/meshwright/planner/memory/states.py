@@ -102,18 +102,13 @@ def flats_of(table: ParameterTable, layout: Layout, units: Sequence[str]) -> lis
             # Nothing of frozen parameters is updated: they are sharded by ZeRO-3 alone.
             zero = layout.zero if shards > 1 and (part in TRAINED_BUFFERS or layout.zero == 3) else 0
             shards = shards if zero else 1
-            numel, packed = table.unit_numel(unit, layout, part), table.unit_tensors(unit, layout, part)[0]
-            padded, form = compute_padded_numel(numel, shards * (1 + (part == "packed"))), packed.entries[0].packed
-            scales = _count_scale_bytes(table, layout, unit) if form == "nf4-double" else 0
+            numel, tensors = table.unit_numel(unit, layout, part), table.unit_tensors(unit, layout, part)
+            form = tensors[0].entries[0].packed
+            padded = compute_padded_numel(numel, shards * (1 + (part == "packed")))
+            scaled = tensors if form == "nf4-double" else ()
+            scales = sum(count_scale_bytes(entry.numel) for tensor in scaled for entry in tensor.entries)
             found.append(Flat(unit, part, numel, padded, shards, zero, form, scales))
     return found
-
-
-def _count_scale_bytes(table: ParameterTable, layout: Layout, unit: str) -> int:
-    """Return the most bytes that any rank holds of the scales of double quantization for an FSDP unit. Ranks hold the
-    scales of whole matrices."""
-    tensors = table.unit_tensors(unit, layout, "packed")
-    return sum(count_scale_bytes(entry.numel) for tensor in tensors for entry in tensor.entries)
 
 
 def list_states(flats: Sequence[Flat], parameter_dtype: str, master_dtype: str, optimizer: str) -> Iterator[State]:
@@ -141,9 +136,7 @@ def list_states(flats: Sequence[Flat], parameter_dtype: str, master_dtype: str, 
 def gradient_buffers(flats: Sequence[Flat]) -> dict[int, int]:
     """Return {number of elements: number of buffers} of the unsharded gradient buffers that layers share under ZeRO-2
     and 3. flats: the rank's flat parameter buffers."""
+    units = [list(parts) for _, parts in groupby(flats, key=lambda flat: flat.unit)]
     return count_reused_buffers(
-        [
-            tuple(flat.padded for flat in parts if flat.zero >= 2 and flat.trainable)
-            for _, parts in groupby(flats, key=lambda flat: flat.unit)
-        ]
+        [tuple(flat.padded for flat in parts if flat.zero >= 2 and flat.trainable) for parts in units]
     )

@@ -10,13 +10,11 @@ from meshwright.layout import Layout
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.memory.saved import position_tables
-from meshwright.planner.memory.snapshot import Snapshot, Temporary, activation, workspace
+from meshwright.planner.memory.snapshot import Allocation, Snapshot, activation, workspace
 from meshwright.planner.memory.states import flats_of
-from meshwright.spec.chunks import split_loss_chunks
 from meshwright.spec.distillation import make_teacher_layout
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.partition import Partition
-from meshwright.spec.policy import SLICE_LOGITS
 from meshwright.spec.stage_times import program_for
 
 DIVERGENCE_TENSORS = {"forward_kl": 5, "reverse_kl": 5, "jsd": 8}
@@ -44,7 +42,7 @@ class TeacherMemory:
         """Bytes of an element of the teacher's parameters."""
         return self.teacher.item_bytes or self.batch.itemsize
 
-    def list_tensors(self, pp_rank: int) -> Iterator[Temporary]:
+    def list_tensors(self, pp_rank: int) -> Iterator[Allocation]:
         """Yield the tensors that are allocated during the whole step on the pipeline rank `pp_rank`: parameters and,
         under pipeline parallelism, the hidden states or cached logits of all micro-batches."""
         config, batch, several = self.teacher.config, self.batch, self.batch.layout.pp > 1
@@ -56,14 +54,14 @@ class TeacherMemory:
             for flat in flats_of(table, self.layout, partition.units_on(pp_rank)):
                 gathered = flat.padded if flat.zero == 3 and flat.unit in head else 0
                 size = self.item * (flat.padded // flat.shards + gathered)
-                yield Temporary("parameters", f"teacher.{flat.unit}", size)
+                yield Allocation("parameters", f"teacher.{flat.unit}", bytes=size)
             for one in position_tables(config, batch.sequence, batch.dtype):
                 yield workspace(f"teacher.{one.name}", int(one.bytes))
             compares = any(stage.last for stage in partition.stages_on(pp_rank))
         for each in self.list_states() if several and compares else ():
             yield each._replace(bytes=each.bytes * batch.layout.micro_batches)
 
-    def list_states(self) -> Iterator[Temporary]:
+    def list_states(self) -> Iterator[Allocation]:
         """Yield the tensors with the teacher's results for one micro-batch: final hidden states and outputs of compared
         layers, or the cached most probable tokens. Without pipeline parallelism they are allocated only during the
         student's forward."""
@@ -76,14 +74,12 @@ class TeacherMemory:
             here = tokens // (self.layout.tp if self.layout.tensor_sequence_parallel else 1)
             yield activation("teacher.hidden", self.item * here * config.hidden * self.teacher.projected)
 
-    def list_loss_temporaries(self, differentiated: bool) -> Iterator[Temporary]:
+    def list_loss_temporaries(self, differentiated: bool) -> Iterator[Allocation]:
         """Yield the temporaries that distillation adds to those of the cross-entropy, for one chunk of tokens: the
         teacher's logits and, before the chunk's gradients are computed, the divergence's gradients and the temporaries
         of one slice of the chunk. differentiated: True after the chunk's gradients are computed."""
-        batch, width = self.batch, -(-self.batch.config.vocabulary // self.batch.layout.tp)
-        longest = max(split_loss_chunks(batch.all_tokens, width, batch.device), default=0)
-        whole = batch.device != "cpu" or self.compiled
-        at_once = longest if whole else min(longest, max(1, SLICE_LOGITS // width))
+        batch, width, longest = self.batch, self.batch.vocabulary, max(self.batch.loss_chunks, default=0)
+        at_once = longest if self.compiled else batch.loss_slice(longest)
         wide = DIVERGENCE_TENSORS[self.teacher.divergence] - (0 if self.compiled else CROSS_ENTROPY_TENSORS)
         if self.teacher.top_k:
             wide = 0
@@ -115,7 +111,7 @@ class TeacherMemory:
         if alone and not self.teacher.top_k:
             yield self.make_forward_snapshot()
         for snapshot in student:
-            of_loss: list[Temporary] = []
+            of_loss: list[Allocation] = []
             if snapshot.name.startswith(("head.statistics", "head.gradient")):
                 of_loss = list(self.list_loss_temporaries(snapshot.name.startswith("head.gradient")))
             yield snapshot.with_more([*held, *of_loss])

@@ -11,43 +11,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any
 
 from meshwright.planner.cost.adapters import PACKED
 from meshwright.planner.cost.blocks import layer_operators
 from meshwright.planner.cost.dimensions import Dimensions, core_heads, count_flash_lines, list_properties
 from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number, layer_kind
-from meshwright.planner.cost.tables import Item, parse_item, select
+from meshwright.planner.cost.tables import holds, parse_item, select
 from meshwright.planner.memory.attention_tiles import TiledAttention, backward_bytes, choose_tiles
-from meshwright.planner.memory.snapshot import NamedSnapshot, Saved, Temporary, activation, message, workspace
+from meshwright.planner.memory.snapshot import Allocation, NamedSnapshot, activation, message, workspace
 from meshwright.spec.adapter_config import BLOCK
-from meshwright.spec.chunks import split_loss_chunks
-from meshwright.spec.policy import SLICE_LOGITS, UNPACKED_AT_ONCE
+from meshwright.spec.policy import UNPACKED_AT_ONCE
 from meshwright.toml import read_packaged_toml
 
 
-class _Row(NamedTuple):
-    """One memory snapshot of a pass, as `tensors.toml` describes it. name: name of the snapshot, without the unit's
-    name; tensors: temporaries, each with the formula of its size. freed, held: prefixes of names of saved activations
-    that were freed before the snapshot, and that were already made in it."""
-
-    name: str
-    tensors: tuple[Item, ...]
-    freed: tuple[str, ...]
-    held: tuple[str, ...]
-
-
 @cache
-def _rows(section: str, properties: frozenset[str]) -> list[_Row]:
-    """Return the memory snapshots of one section of `tensors.toml` whose conditions hold. section: such as "attention";
-    properties: names of the properties that hold, such as "gated"."""
+def _rows(section: str, properties: frozenset[str]) -> list[dict[str, Any]]:
+    """Return the rows of one section of `tensors.toml`, each a memory snapshot of a pass: `name`; `tensors`, the
+    tensors allocated then, as parsed items; `freed`, `held`: beginnings of the names of saved activations that are
+    freed before, or made by then.
+
+    section: such as "mlp"; properties: names of the properties that hold, which conditions test."""
     table = read_packaged_toml("planner/memory/tensors.toml")
-    return [
-        _Row(
-            row["name"], tuple(map(parse_item, row["tensors"])), *(tuple(row.get(key, ())) for key in ("freed", "held"))
-        )
-        for row in select(table[section], properties, table["groups"])
-    ]
+    rows = select(table[section], properties, table["groups"])
+    return [{"freed": (), "held": (), **row, "tensors": list(map(parse_item, row["tensors"]))} for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +50,14 @@ class Pass:
 
     dimensions: Dimensions
     properties: frozenset[str]
-    saved: Sequence[Saved] = ()
+    saved: Sequence[Allocation] = ()
     prefix: str = ""
 
     @classmethod
     def of_layer(
-        cls, batch: MicroBatch, layer: int, saved: Sequence[Saved] = (), *, split: bool = False, **dimensions: Number
-    ) -> Pass:
+        cls, batch: MicroBatch, layer: int, saved: Sequence[Allocation] = (), *, split: bool = False,
+        **dimensions: Number,
+    ) -> Pass:  # fmt: skip
         """Return the sizes of a pass through the layer with index `layer`. saved: saved activations of the layer;
         split: True if only input gradients are computed; dimensions: {name: value} of further dimensions."""
         kind, computed = layer_kind(batch.config, layer), batch.load(layer).computed
@@ -84,29 +72,31 @@ class Pass:
         The tensors are its temporaries and the saved activations made so far. One entry with negative bytes stands for
         all saved activations freed so far. section: such as "attention"."""
         for row in _rows(section, self.properties):
-            freed, held = (tuple(self.prefix + name for name in names) for names in (row.freed, row.held))
+            freed, held = (tuple(self.prefix + name for name in row[key]) for key in ("freed", "held"))
             found = [activation(each.name, each.bytes) for each in self.saved if each.name.startswith(held)]
-            if size := sum(each.bytes for each in self.saved if freed and each.name.startswith(freed)):
-                found.append(activation("freed", -size))
-            for item in row.tensors:
+            if gone := sum(each.bytes for each in self.saved if freed and each.name.startswith(freed)):
+                found.append(activation("freed", -gone))
+            for item in row["tensors"]:
                 category, _, name = item.name.format(self.prefix[:-1]).rpartition(": ")
-                found.append(Temporary(category or "activations", name, int(self.dimensions[item.value])))
-            yield row.name, found
+                size = int(self.dimensions[item.value])
+                found.append(Allocation(category or "activations", name, bytes=size))
+            yield row["name"], found
 
 
 # --- attention
 
 
-def attention_workspaces(batch: MicroBatch, kind: LayerKind) -> Iterator[Temporary]:
+def attention_workspaces(batch: MicroBatch, kind: LayerKind) -> Iterator[Allocation]:
     """Yield the temporaries inside the backward of attention in plain torch, which is computed in tiles or as a ring.
     kind: kind of the layer."""
+    true = list_properties(batch, kind)
     if batch.ring:
-        yield from ring_backward(batch)
-    elif batch.capped or (batch.device == "cpu" and not batch.config.encoder):  # an encoder's kernel is PyTorch's own
+        yield from ring_backward(batch, kind)
+    elif holds("capped | !cuda & !encoder", true):  # an encoder's kernel is PyTorch's own
         yield from tiled_backward(batch, kind)
 
 
-def tiled_backward(batch: MicroBatch, kind: LayerKind) -> Iterator[Temporary]:
+def tiled_backward(batch: MicroBatch, kind: LayerKind) -> Iterator[Allocation]:
     """Yield the temporaries of tiled attention's backward: masks, tiles, gradient sums of keys and values. kind: kind
     of the layer."""
     config, apart, (heads, kv_heads) = batch.config, batch.layout.cp > 1, core_heads(batch)
@@ -123,7 +113,7 @@ def tiled_backward(batch: MicroBatch, kind: LayerKind) -> Iterator[Temporary]:
     yield workspace("tile keys and values", found.keys_and_values)
 
 
-def ring_backward(batch: MicroBatch) -> Iterator[Temporary]:
+def ring_backward(batch: MicroBatch, kind: LayerKind) -> Iterator[Allocation]:
     """Yield the temporaries of ring attention's backward: gradient sums, KV blocks being sent and received, and the
     tensors of a tile or of the kernel's results."""
     heads, kv_heads, size, x, wide = batch.heads, batch.kv_heads, batch.config.head_dim, batch.itemsize, batch.wide
@@ -133,7 +123,9 @@ def ring_backward(batch: MicroBatch) -> Iterator[Temporary]:
     yield message("upcast gradients of keys and values", 6 * kv_heads * of_head * wide)
     passing = 2 * kv_heads * of_head * x * (1 + min(2, batch.cp - 1))
     results = (heads + 2 * kv_heads) * of_head * x  # after the last ring step
-    if batch.flash:  # a call with half of the tokens, and with documents copies of what is concatenated
+    if "flash" in list_properties(
+        batch, kind
+    ):  # a call with half of the tokens, and with documents copies of what is concatenated
         copied = batch.masked and batch.rows > 1
         lines = count_flash_lines(batch, heads, half, batch.ring_documents if batch.masked else 0)
         inside = 4 * lines * (1 + -(-size // 32) * 32) + (2 * heads * of_head if kv_heads < heads else 0)
@@ -195,13 +187,12 @@ def adapter_sizes(batch: MicroBatch, layer: int, dimensions: Dimensions) -> dict
 # --- both ends of the model
 
 
-def loss_pass(batch: MicroBatch, saved: Sequence[Saved], compiled: bool, again: bool) -> Pass:
+def loss_pass(batch: MicroBatch, saved: Sequence[Allocation], compiled: bool, again: bool) -> Pass:
     """Return the sizes of a pass through the loss, from which its memory snapshots are computed. saved: saved
     activations of the stage; compiled: True if the loss is compiled; again: True for the backward of a loss whose
     forward saved no gradient, so that the loss is computed again."""
     config, x = batch.config, batch.itemsize
-    width = min(batch.vocabulary, config.vocabulary)
-    chunks = split_loss_chunks(batch.predictions, width, batch.device) if config.head in ("next", "masked") else []
+    chunks = batch.loss_chunks if config.head in ("next", "masked") else []
     longest, several = max(chunks, default=0), len(chunks) > 1
     adds = batch.narrow and batch.device == "cuda"  # products add to the float32 sum themselves
     kept = {each.name: each.bytes for each in saved}
@@ -211,8 +202,8 @@ def loss_pass(batch: MicroBatch, saved: Sequence[Saved], compiled: bool, again: 
         "computes_weight": (again and config.adapter is None) or "head.weight.gradient" in kept,
     }  # fmt: skip
     sizes: dict[str, Number] = {
-        "longest": longest, "head_width": width, "kept_weight": kept.get("head.weight.gradient", 0),
-        "sliced": longest if batch.device != "cpu" else min(longest, max(1, SLICE_LOGITS // width)),
+        "longest": longest, "head_width": batch.vocabulary, "kept_weight": kept.get("head.weight.gradient", 0),
+        "sliced": batch.loss_slice(longest),
         "weight_bytes": batch.wide if several else x,
         "summed_bytes": batch.wide if len(chunks) > 2 or adds else x,  # the sum of all but the last chunk
         "chunk_bytes": 0 if adds else several * x * (2 if batch.narrow else 1),

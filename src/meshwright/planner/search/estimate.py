@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.limits import make_limit_error, shorten_repr
+from meshwright.limits import is_finite_number, make_limit_error, shorten_repr
 from meshwright.names import check_options
 from meshwright.planner.cost import engines
 from meshwright.planner.cost.engines import Engine
@@ -19,7 +18,7 @@ from meshwright.planner.cost.reference_step import measured_step_factors
 from meshwright.planner.cost.step_time import StepPredictor, StepTime, default_precision
 from meshwright.planner.cost.teacher import make_teacher_work
 from meshwright.planner.hardware.cluster import Cluster, cluster
-from meshwright.planner.hardware.process_constants import find_process_items
+from meshwright.planner.hardware.machine_profile import find_process_items
 from meshwright.planner.memory.compiled_blocks import version_warning
 from meshwright.planner.memory.rank_memory import RankMemory, fullest_rank
 from meshwright.planner.memory.states import optimizer_kinds
@@ -137,13 +136,9 @@ class ProblemOptions(TypedDict, total=False):
 
 
 def problem_of(
-    model: ModelConfig | Recipe | str | Path | Mapping[str, Any],
-    wanted: Cluster | str | Mapping[str, Any],
-    *,
-    sequence: int,
-    batch: int,
-    **options: Unpack[ProblemOptions],
-) -> Problem:
+    model: ModelConfig | Recipe | str | Path | Mapping[str, Any], wanted: Cluster | str | Mapping[str, Any], *,
+    sequence: int, batch: int, **options: Unpack[ProblemOptions],
+) -> Problem:  # fmt: skip
     """Return the planning problem described by the arguments of `plan`, after checking them.
 
     model: preset, Hugging Face directory, config.json or its content, or recipe; wanted: cluster as object, shorthand,
@@ -158,7 +153,7 @@ def problem_of(
             raise UserError(f"{name}: takes a whole number, at least 1, not {shorten_repr(value)}")
         if problem := make_limit_error(name, value):
             raise UserError(problem)
-    if isinstance(documents, bool) or not 1 <= documents <= sys.float_info.max:
+    if not is_finite_number(documents) or documents < 1:
         raise UserError(f"documents: takes a number, at least 1, not {shorten_repr(documents)}")
     if documents > sequence:
         raise UserError(f"documents {documents:g}: a sequence of {sequence} tokens has at most {sequence} documents")

@@ -101,7 +101,10 @@ def search(problem: Problem, top: int = 5) -> SearchResult:
     refuse(Layout(), problem.config, 1, problem.sequence, planning=True)
     every = screen(problem)
     if not len(every.candidate):
-        raise UserError(_no_layout_error(problem))
+        raise UserError(
+            f"no layout of {problem.cluster.devices} devices can split batch {problem.batch} of sequence "
+            f"{problem.sequence}: each of dp replicas needs a sequence; use a larger batch or fewer devices"
+        )
     shortlist = Shortlist(problem, every, max(top, FINAL))
     differences = tuple(shortlist.differences)
     best = fastest_of_kinds(shortlist, top)
@@ -110,16 +113,6 @@ def search(problem: Problem, top: int = 5) -> SearchResult:
         problem, tuple(best), tuple(describe_losses(best)), len(every.candidate), time.perf_counter() - begun,
         differences, tuple(advice), every, shortlist.undecided(best, top),
     )  # fmt: skip
-
-
-def _no_layout_error(problem: Problem) -> str:
-    """Return the error line for a planning problem that no layout can run, because none divides its batch into equal
-    micro-batches."""
-    devices = problem.cluster.devices
-    return (
-        f"no layout of {devices} devices can split batch {problem.batch} of sequence {problem.sequence}: each of dp "
-        "replicas needs a sequence; use a larger batch or fewer devices"
-    )
 
 
 def _advice(shortlist: Shortlist, first: float) -> Iterator[TooLargeLayout]:
@@ -145,7 +138,8 @@ def _advice(shortlist: Shortlist, first: float) -> Iterator[TooLargeLayout]:
             remaining[shortlist.kinds == shortlist.kinds[at]] *= seconds / remaining[at]
             remaining[at] = np.inf
             continue
-        remaining[_equal_mask(columns, at, "tp", "cp", "pp", "recompute")] = np.inf
+        same = [columns[name] == columns[name][at] for name in ("tp", "cp", "pp", "recompute")]
+        remaining[np.logical_and.reduce(same)] = np.inf
         if (size := device_bytes(problem, layout)) <= room:
             continue
         found += 1
@@ -174,12 +168,6 @@ def _find_change(
             if shortlist.fits(shortlist.every.layout(each)):
                 return int(each)
     return None
-
-
-def _equal_mask(columns: Mapping[str, Array], index: int, *names: str) -> Array:
-    """Return a bool array over all candidates: True where a candidate equals candidate `index` in each property of
-    `names`, such as "tp". columns: {property: array over all candidates}."""
-    return np.asarray(np.logical_and.reduce([columns[name] == columns[name][index] for name in names]))
 
 
 class Change(NamedTuple):

@@ -7,14 +7,7 @@ Parameters lie as in the checkpoint, all in one dtype; a step is computed in til
 from __future__ import annotations
 
 from meshwright.layout import Layout
-from meshwright.planner.serving.ledger import (
-    RANK_BYTES,
-    RankLedger,
-    ServingLedger,
-    ServingRank,
-    ServingSizes,
-    build_ledger,
-)
+from meshwright.planner.serving import ledger
 from meshwright.spec.block_tables import BLOCK_TOKENS
 from meshwright.spec.config import ModelConfig
 
@@ -23,28 +16,28 @@ TILE_TOKENS = 16
 of the number of tokens."""
 
 
-def torch_ledger(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> ServingLedger:
+def torch_ledger(config: ModelConfig, layout: Layout, sizes: ledger.ServingSizes) -> ledger.ServingLedger:
     """Return the memory ledger of a server whose ranks compute in plain torch on CPUs, without KV blocks. layout:
     layout of the server, checked by `spec.refuse.serving_layout`; sizes: limits for which memory is allocated."""
-    return build_ledger(config, layout, sizes, _rank_ledger)
+    return ledger.build_ledger(config, layout, sizes, _rank_ledger)
 
 
-def _rank_ledger(rank: ServingRank) -> RankLedger:
+def _rank_ledger(rank: ledger.ServingRank) -> ledger.RankLedger:
     """Return the memory ledger of a rank that computes in plain torch."""
     config, stage, sizes, tp = rank.config, rank.stage, rank.sizes, rank.layout.tp
     shards = [numel for _, numel in rank.parameters]
     gathered = tp * TILE_TOKENS * max(config.hidden, config.vocabulary // tp if stage.last else 0) * rank.item
     messages = sizes.token_budget * config.hidden * 4 * ((not stage.first) + (not stage.last))
-    return RankLedger(
+    return ledger.RankLedger(
         weights=rank.item * sum(shards), packed=0, workspace=_workspace_bytes(rank),
         logits=4 * sizes.logit_rows * config.vocabulary if stage.last else 0,
         communication=(gathered if tp > 1 else 0) + messages,
-        slack=RANK_BYTES + rank.item * max(shards),  # a tensor is converted in a buffer before it is copied
+        slack=ledger.RANK_BYTES + rank.item * max(shards),  # a tensor is converted in a buffer before it is copied
         kv_block=rank.kv_block(),
     )  # fmt: skip
 
 
-def _workspace_bytes(rank: ServingRank) -> int:
+def _workspace_bytes(rank: ledger.ServingRank) -> int:
     """Return an upper bound of the bytes of a step's temporaries: hidden states of all tokens, and the tensors of a
     layer for a tile of 16 tokens, with keys, values and scores for the context of one token."""
     config, item, longest = rank.config, rank.item, rank.sizes.max_length

@@ -12,8 +12,6 @@ from meshwright.planner.search.estimate import Estimate, model_document
 from meshwright.planner.search.search import SearchResult
 from meshwright.planner.search.shortlist import MOST_PRICED
 
-_ITEM_KEYS = ("name", "category", "shape", "dtype", "bytes", "stage", "first", "last")
-
 MOST_TOP = 100
 """Maximum number of layouts that a search returns."""
 
@@ -51,14 +49,13 @@ def ledger_documents(estimate: Estimate) -> list[dict[str, Any]]:
 
     Keys of an object: name, category; shape, dtype: of one tensor; bytes: of all tensors equal to this one together;
     stage: pipeline stage, null if it belongs to none; first, last: events between which it is allocated."""
-    ranks = (
-        memory_of(estimate.problem, estimate.layout, rank) for rank in distinct_ranks(estimate.problem, estimate.layout)
-    )
+    problem, layout = estimate.problem, estimate.layout
+    ranks = (memory_of(problem, layout, rank) for rank in distinct_ranks(problem, layout))
     return [
         {
             "pp": rank.pp_rank, "when": rank.peak_snapshot, "peak_bytes": rank.peak_bytes,
             "framework_bytes": rank.framework_bytes, "unexplained_bytes": rank.slack_bytes,
-            "items": [{key: getattr(item, key) for key in _ITEM_KEYS} for item in rank.items],
+            "items": [item._asdict() for item in rank.items],
         }
         for rank in ranks
     ]  # fmt: skip

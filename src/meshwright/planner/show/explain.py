@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from meshwright.layout import Layout
 from meshwright.names import BIDIRECTIONAL_SCHEDULES
+from meshwright.planner.cost.blocks import list_operations
 from meshwright.planner.cost.bubbles import followed_at_once
-from meshwright.planner.cost.layer_times import MICRO_BATCH_PARTS
-from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch
-from meshwright.planner.cost.operations import list_operations
+from meshwright.planner.cost.layer_times import MICRO_BATCH_PARTS, micro_batch_of_layout
 from meshwright.planner.cost.operators import Operation
-from meshwright.planner.cost.rates import Rates, attention_kernel, launch_seconds
+from meshwright.planner.cost.rates import Rates, launch_seconds
 from meshwright.planner.cost.reference_step import measured_step_factors
 from meshwright.planner.memory.rank_memory import distinct_ranks, stages_at
 from meshwright.planner.problem import Problem
@@ -24,7 +23,7 @@ class OperationTime:
     """Predicted cost of one operation of a micro-batch in one phase.
 
     Attributes:
-        name: Such as "attention.qkv".
+        operation: Such as "attention.qkv".
         phase: "forward", "recompute", "input" (gradients of inputs) or "weight" (gradients of weights).
         count: Number of calls.
         shape: (M, N, K) of a matrix product; empty for elementwise operations.
@@ -33,7 +32,7 @@ class OperationTime:
         bound: Limiting resource: "compute", "memory" or "start" (kernel launch).
     """
 
-    name: str
+    operation: str
     phase: str
     count: float
     shape: tuple[float, ...]
@@ -50,25 +49,16 @@ class OperationTime:
 
     def document(self) -> dict[str, object]:
         """Return the JSON entry of the operation."""
-        return {
-            "operation": self.name, "phase": self.phase, "count": self.count, "shape": list(self.shape),
-            "flops": self.flops, "bytes": self.bytes, "intensity": self.intensity, "bound": self.bound,
-            "seconds": self.seconds, "share": self.share,
-        }  # fmt: skip
+        return asdict(self) | {"intensity": self.intensity}
 
 
 def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[OperationTime]:
     """Return the operations of one micro-batch on pipeline rank `pp_rank` of a layout, with their predicted cost,
     longest first. problem: model, cluster, batch and engine."""
     rates = Rates.of(problem.cluster, problem.precision, problem.engine.fusion)
-    kernel = attention_kernel(problem.engine, problem.cluster, problem.config)
-    rows = problem.batch // (layout.dp * layout.micro_batches)
     factors = measured_step_factors(problem.cluster, problem.precision, problem.engine)
     longer = problem.cluster.time_factor * factors[_COMPUTE]
-    batch = MicroBatch.of(
-        problem.config, layout, rows, problem.sequence, dtype=DTYPES[problem.precision], engine=problem.engine,
-        kernel=kernel, documents=problem.documents, eight_bit=rates.eight_bit,
-    )  # fmt: skip
+    batch = micro_batch_of_layout(problem, layout)
     place = stages_at(problem, layout)[pp_rank]
     if layout.schedule in BIDIRECTIONAL_SCHEDULES:  # a micro-batch is of one replica
         place = place[:1]
@@ -77,7 +67,7 @@ def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[Operatio
     for stage in place:
         for one in list_operations(batch, stage, at_once=at_once):
             calls.setdefault((one.name, one.phase), []).append(one)
-    seconds = {key: sum(longer * rates.seconds(one, kernel) for one in each) for key, each in calls.items()}
+    seconds = {key: sum(longer * rates.seconds(one, batch.kernel) for one in each) for key, each in calls.items()}
     whole = sum(seconds.values()) or 1.0
     found = (_time_calls(each, seconds[key], seconds[key] / whole, rates) for key, each in calls.items())
     return sorted(found, key=lambda row: -row.seconds)

@@ -6,33 +6,8 @@ import re
 from collections.abc import Iterable
 
 from meshwright.layout import Layout
-from meshwright.names import PRECISIONS
 from meshwright.planner.search.estimate import Estimate
-
-_PARTS = (
-    (r"dp\d+", "dpN", "N replicas of the model (data parallelism)"),
-    (r"zero1", "zero1", "optimizer states sharded over dp and cp"),
-    (r"zero2", "zero2", "optimizer states and gradients sharded over dp and cp"),
-    (r"zero3", "zero3", "optimizer states, gradients and parameters sharded over dp and cp"),
-    (r"hs\d+", "hsN", "sharded inside groups of N ranks, replicated between them"),
-    (r"tp\d+", "tpN", "every matrix split over N ranks (tensor parallelism)"),
-    (r"tp\d+:nosp", ":nosp", "norms replicated on tp ranks, without sequence parallelism"),
-    (r"cp\d+", "cpN", "every sequence split over N ranks (context parallelism)"),
-    (r"cp\d+:ring", ":ring", "ring attention"),
-    (r"cp\d+:ulysses", ":ulysses", "attention heads exchanged by all-to-all"),
-    (r"ep\d+", "epN", "experts distributed over N ranks (expert parallelism)"),
-    (r"ep\d+:etp\d+", ":etpN", "every expert split over N ranks"),
-    (r"pp\d+", "ppN", "layers split into N pipeline ranks"),
-    (r"pp\d+:.+", ":SCHEDULE:V", "pipeline schedule, with V stages per rank"),
-    (r"mb\d+", "mbN", "N micro-batches per step and replica"),
-    (
-        r"ac:selective",
-        "ac:selective",
-        "all activations except the results of matrix products and reductions recomputed in backward",
-    ),
-    (r"ac:full", "ac:full", "all activations of blocks recomputed in backward"),
-    *((name, name, "precision of matrix products") for name in PRECISIONS),
-)
+from meshwright.toml import read_packaged_toml
 
 
 def notation_legend(layouts: Iterable[Layout]) -> list[tuple[str, str]]:
@@ -45,7 +20,8 @@ def notation_legend(layouts: Iterable[Layout]) -> list[tuple[str, str]]:
         the beginning of a word, up to a ":"."""
         return any(re.fullmatch(pattern if ":" in pattern else rf"{pattern}(:.*)?", word) for word in words)
 
-    return [(part, meaning) for pattern, part, meaning in _PARTS if occurs(pattern)]
+    parts = read_packaged_toml("planner/show/notation.toml")["parts"]
+    return [(part, meaning) for pattern, part, meaning in parts if occurs(pattern)]
 
 
 def recipe_block(estimate: Estimate) -> str:

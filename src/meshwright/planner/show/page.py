@@ -13,29 +13,15 @@ from meshwright.draw.page import paragraph, table
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.cost.reference_step import measured_step_factors
-from meshwright.planner.cost.step_time import PARTS, pipeline_durations
+from meshwright.planner.cost.step_time import pipeline_durations
 from meshwright.planner.memory.rank_memory import RankMemory, distinct_ranks, memory_of, merge_layers
 from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate
 from meshwright.planner.search.nearest import Nearest
 from meshwright.planner.search.search import SearchResult
+from meshwright.planner.show import text
 from meshwright.planner.show.notation import notation_legend, recipe_block, selection_note
 from meshwright.planner.show.pictures import memory_bars, memory_time_scatter, time_bar
-from meshwright.planner.show.text import (
-    LEAST_PART,
-    NO_CHANGE,
-    Unit,
-    best_cells,
-    change_text,
-    communication_text,
-    headline,
-    memory_text,
-    nearest_line,
-    seconds_text,
-    step_text,
-    tensor_rows,
-    undecided_text,
-)
 from meshwright.program.simulate_pipeline import simulate_pipeline
 from meshwright.program.timeline import build_pipeline_timeline
 from meshwright.spec.refuse import refuse
@@ -48,18 +34,15 @@ MOST_DRAWN = 60_000
 
 
 def plan_page(
-    problem: Problem,
-    model: str,
-    best: Sequence[Estimate],
-    result: SearchResult | None = None,
+    problem: Problem, model: str, best: Sequence[Estimate], result: SearchResult | None = None,
     least: Nearest | None = None,
-) -> str:
+) -> str:  # fmt: skip
     """Return the HTML page of a plan.
 
     problem: planning problem; model: name of the model, for the title; best: estimates, fastest first; result: result
     of the search, None if the user gave the layout; least: layouts that come closest to fitting, None if some layout
     fits."""
-    name, _, rest = headline(problem, model).partition(": ")
+    name, _, rest = text.headline(problem, model).partition(": ")
     parts: list[Content] = [element("h1", name), paragraph(rest, muted=True)]
     if result is not None:
         parts += _search(result, least)
@@ -81,15 +64,15 @@ def _search(result: SearchResult, least: Nearest | None) -> Iterator[Markup]:
     else:
         yield element("h2", f"None of {result.searched:,} layouts fits in memory")
         if least is not None:
-            yield paragraph(f"The layout that needs the least memory follows. {nearest_line(least)}")
+            yield paragraph(f"The layout that needs the least memory follows. {text.nearest_line(least)}")
     if result.undecided:
-        yield paragraph(undecided_text(result))
+        yield paragraph(text.undecided_text(result))
     if result.advice and result.best:
         yield element("h2", "Faster layouts that do not fit")
         larger = [
             (
-                str(one.layout), seconds_text(result.problem, one.layout, one.seconds),
-                Unit.of(one.bytes).format(one.bytes), change_text(result.problem, one) or NO_CHANGE,
+                str(one.layout), text.seconds_text(result.problem, one.layout, one.seconds),
+                text.Unit.of(one.bytes).format(one.bytes), text.change_text(result.problem, one) or text.NO_CHANGE,
             )
             for one in result.advice
         ]  # fmt: skip
@@ -100,28 +83,28 @@ def _search(result: SearchResult, least: Nearest | None) -> Iterator[Markup]:
 
 def _best(result: SearchResult) -> Markup:
     """Return an HTML table of the best layouts of a search."""
-    unit = Unit.of(max(one.memory.device_bytes for one in result.best))
+    unit = text.Unit.of(max(one.memory.device_bytes for one in result.best))
     head = ("layout", "step s", "low", "high", "tokens/s/device", "MFU", f"memory {unit.name}")
-    return table((*head, "compared with the first"), best_cells(result, unit))
+    return table((*head, "compared with the first"), text.best_cells(result, unit))
 
 
 def _layout(estimate: Estimate) -> Iterator[Markup]:
     """Yield the page's sections on one layout: time by part, memory of each stage, largest tensors, pipeline."""
     time, problem, room = estimate.time, estimate.problem, estimate.problem.usable_bytes
     yield element("h2", str(estimate.layout))
-    yield paragraph(step_text(estimate))
-    yield paragraph(f"Memory of a device: {memory_text(estimate)}")
+    yield paragraph(text.step_text(estimate))
+    yield paragraph(f"Memory of a device: {text.memory_text(estimate)}")
     for line in estimate.warnings:
         yield paragraph(f"warning: {line}")
     if estimate.fits and not problem.only_planned:
         yield paragraph("Set these keys in your recipe:", muted=True)
         yield element("pre", recipe_block(estimate))
     yield element("h2", "Time by component")
-    yield time_bar({part: time.breakdown[part] for part in PARTS if time.breakdown[part] > LEAST_PART * time.seconds})
+    yield time_bar(text.list_parts(time))
     if estimate.layout.world_size > 1:
         yield paragraph(
-            f"Communication: {communication_text(estimate)}. Exposed: devices wait for it (tensor, context, expert, "
-            "data, pipeline above); the rest overlaps with computation.",
+            f"Communication: {text.communication_text(estimate)}. Exposed: devices wait for it (tensor, context, "
+            "expert, data, pipeline above); the rest overlaps with computation.",
             muted=True,
         )
     yield element("h2", "Memory of each stage")
@@ -152,7 +135,7 @@ def _categories(ranks: Sequence[RankMemory]) -> Iterator[Markup]:
         size = attrgetter("device_bytes")
         some = {rank.pp_rank: rank for rank in (ranks[0], min(ranks, key=size), max(ranks, key=size), ranks[-1])}
         shown = [some[number] for number in sorted(some)]
-    unit = Unit.of(max(rank.device_bytes for rank in shown))
+    unit = text.Unit.of(max(rank.device_bytes for rank in shown))
     named = [part for part in shown[0].by_category() if any(rank.by_category()[part] for rank in shown)]
     rows = [(part, *(unit.number(rank.by_category()[part]) for rank in shown)) for part in named]
     rows.append(("total", *(unit.number(rank.device_bytes) for rank in shown)))
@@ -164,9 +147,9 @@ def _bill(memory: RankMemory) -> Iterator[Markup]:
     """Yield the page's section on the tensors of one pipeline rank at its memory peak: a heading and a table. memory:
     memory of the rank."""
     yield element("h2", f"Memory of pipeline rank {memory.pp_rank} at its peak ({memory.peak_snapshot})")
-    unit, smallest = Unit.of(memory.peak_bytes), 1e-3 * memory.peak_bytes
+    unit, smallest = text.Unit.of(memory.peak_bytes), 1e-3 * memory.peak_bytes
     items = merge_layers(memory.items)
-    head, *rows = tensor_rows([item for item in items if abs(item.bytes) >= smallest], unit)
+    head, *rows = text.tensor_rows([item for item in items if abs(item.bytes) >= smallest], unit)
     rest = sum(item.bytes for item in items if abs(item.bytes) < smallest)
     rows.append((f"{len(items) - len(rows)} smaller tensors", "", "", "", unit.number(rest), "", ""))
     yield table(head, rows)

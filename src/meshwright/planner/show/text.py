@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -9,9 +10,10 @@ from meshwright.collectives.quantities import GIB
 from meshwright.layout import Layout
 from meshwright.planner.calibrate import RunFigures
 from meshwright.planner.cost.bounds import StepProperties, bound_seconds
+from meshwright.planner.cost.step_time import StepTime
 from meshwright.planner.hardware.calibration import Calibration
-from meshwright.planner.memory.ledger import Item
 from meshwright.planner.memory.rank_memory import RankMemory, merge_layers
+from meshwright.planner.memory.snapshot import Allocation
 from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate, model_document
 from meshwright.planner.search.nearest import Nearest
@@ -174,11 +176,8 @@ def estimate_text(estimate: Estimate, width: int = WIDE) -> str:
     """Format one estimate as text: time by part, memory by category and by item. width: maximum characters of a line;
     long words may exceed it."""
     time, unit = estimate.time, Unit.of(estimate.memory.device_bytes)
-    parts = ", ".join(
-        f"{part} {seconds:.3g} s ({share_text(seconds / time.seconds)})"
-        for part, seconds in time.breakdown.items()
-        if seconds > LEAST_PART * time.seconds
-    )
+    listed = ((part, seconds, share_text(seconds / time.seconds)) for part, seconds in list_parts(time).items())
+    parts = ", ".join(f"{part} {seconds:.3g} s ({share})" for part, seconds, share in listed)
     lines = wrap_line(f"{estimate.layout}: {step_text(estimate)}", width, "  ")
     lines += wrap_line(f"  time: {parts}", width, "    ")
     if estimate.layout.world_size > 1:
@@ -190,6 +189,11 @@ def estimate_text(estimate: Estimate, width: int = WIDE) -> str:
     for said in estimate.warnings:
         lines += wrap_line(f"  warning: {said}", width, "    ")
     return "\n".join(lines)
+
+
+def list_parts(time: StepTime) -> dict[str, float]:
+    """Return {part: seconds} of a step time, without parts that take hardly any time."""
+    return {part: seconds for part, seconds in time.breakdown.items() if seconds > LEAST_PART * time.seconds}
 
 
 def step_text(estimate: Estimate) -> str:
@@ -264,10 +268,10 @@ def ledger_text(memory: RankMemory, width: int = WIDE) -> str:
     unit = Unit.of(memory.peak_bytes)
     rows = tensor_rows(merge_layers(memory.items), unit)
     title = f"pipeline rank {memory.pp_rank} at {memory.peak_snapshot}: {unit.format(memory.peak_bytes)} of tensors"
-    return "\n".join([title, *format_narrow_table(rows, width, ("category", "stage", "lifetime", "dtype", "shape"))])
+    return "\n".join([title, *format_table(rows, width, ("category", "stage", "lifetime", "dtype", "shape"))])
 
 
-def tensor_rows(items: Sequence[Item], unit: Unit) -> list[tuple[str, ...]]:
+def tensor_rows(items: Sequence[Allocation], unit: Unit) -> list[tuple[str, ...]]:
     """Return the rows of a table of tensors (`items`), the header first. Cells: name, category, shape, dtype, size in
     `unit`, stage, and the events between which the tensor is allocated ("temporary" if both events are the same)."""
     rows: list[tuple[str, ...]] = [("tensor", "category", "shape", "dtype", unit.name, "stage", "lifetime")]
@@ -291,7 +295,7 @@ def calibrated_text(runs: Sequence[RunFigures], calibration: Calibration, path: 
     rows = [
         (
             each.run, each.layout, f"{each.predicted_seconds:.4g}", f"{each.measured_seconds:.4g}", f"{each.ratio:.3f}",
-            "-" if not each.peak_bytes else f"{(each.unexplained_bytes or 0) / each.peak_bytes:+.1%}",
+            "-" if not (peak := each.predicted_peak_bytes) else f"{(each.unexplained_bytes or 0) / peak:+.1%}",
         )
         for each in runs
     ]  # fmt: skip
@@ -306,7 +310,7 @@ def explain_text(layout: Layout, pp_rank: int, rows: Sequence[OperationTime], wi
     head = ("operation", "phase", "count", "shape", "GFLOP", "MB", "FLOP/byte", "bound by", "ms", "share")
     shown = [
         (
-            row.name, row.phase, f"{row.count:g}", shape_text(row.shape),
+            row.operation, row.phase, f"{row.count:g}", shape_text(row.shape),
             f"{row.flops / 1e9:,.1f}", f"{row.bytes / 1e6:,.1f}", f"{row.intensity:,.0f}", row.bound,
             f"{row.seconds * 1e3:,.3f}", f"{row.share:.1%}",
         )
@@ -320,47 +324,35 @@ def explain_text(layout: Layout, pp_rank: int, rows: Sequence[OperationTime], wi
         f"computation of a micro-batch{where}: {total * 1e3:,.4g} ms; {layout.micro_batches:,} "
         f"micro-batch{'es' * (layout.micro_batches > 1)} per step"
     )
-    lines = format_narrow_table([head, *shown], width, ("MB", "GFLOP", "count", "shape"))
+    lines = format_table([head, *shown], width, ("MB", "GFLOP", "count", "shape"))
     return "\n".join([*wrap_line(title, width, "  "), *lines, *more])
 
 
-def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table with aligned columns, words left, numbers right. rows: cells; the first row is the
-    header."""
+def format_table(rows: Sequence[Sequence[str]], width: int | None = None, droppable: Sequence[str] = ()) -> list[str]:
+    """Format a table as lines of text; the first row is the head. Columns with words are left-aligned, numbers
+    right-aligned.
+
+    width: most characters of a line; as long as lines are longer, the columns `droppable` are left out one by one."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     left = [any(c.isalpha() for row in rows[1:] for c in row[at]) for at in range(len(rows[0]))]
-    return [
+    lines = [
         "  ".join(
-            cell.ljust(width) if words else cell.rjust(width)
-            for cell, width, words in zip(row, widths, left, strict=True)
+            cell.ljust(size) if words else cell.rjust(size) for cell, size, words in zip(row, widths, left, strict=True)
         ).rstrip()
         for row in rows
     ]
-
-
-def format_narrow_table(rows: Sequence[Sequence[str]], width: int, droppable: Sequence[str]) -> list[str]:
-    """Return the lines of a table that fits into `width` characters; columns are dropped as needed. rows: cells; the
-    first row is the header. droppable: names of the columns that may be dropped."""
-    kept = [list(row) for row in rows]
-    lines = format_table(kept)
-    for name in droppable:
-        if max(map(len, lines)) <= width:
-            break
-        at = kept[0].index(name)
-        kept = [[*row[:at], *row[at + 1 :]] for row in kept]
-        lines = format_table(kept)
-    return lines
+    if width is None or not droppable or max(map(len, lines)) <= width:
+        return lines
+    at = rows[0].index(droppable[0])
+    return format_table([[*row[:at], *row[at + 1 :]] for row in rows], width, droppable[1:])
 
 
 def wrap_line(line: str, width: int, indent: str) -> list[str]:
-    """Wrap a line at `width` characters, with `indent` before continuation lines; long words are not broken, runs of
-    spaces are kept."""
+    """Wrap a line at spaces to at most `width` characters; further lines begin with `indent`. A word that is longer
+    stays whole."""
     if len(line) <= width or width - len(indent) < LEAST_WORDS:
         return [line]
-    at = line.rfind(" ", len(indent) + 1, width + 1)
-    if at < 0 or not line[:at].strip():
-        return [line]
-    return [line[:at].rstrip(), *wrap_line(indent + line[at:].lstrip(), width, indent)]
+    return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 @dataclass(frozen=True, slots=True)
