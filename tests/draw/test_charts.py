@@ -204,6 +204,11 @@ def test_stacked_bars_are_as_long_as_their_parts(limit: float, drawn: bool):
     assert_texts_are_inside(svg)
 
 
+def test_limit_near_the_left_edge_has_its_whole_text():
+    limit = (1.0, "31.7 GiB of a device with a long name")
+    assert_texts_are_inside(draw_stacked_bars([("", {"a": 7.0, "b": 1.0})], COLOURS, str, "memory", limit))
+
+
 def test_many_bars_are_lower_and_named_now_and_then():
     svg = draw_stacked_bars([(f"pp {at}", {"a": 1.0}) for at in range(64)], COLOURS, str, "memory")
     names = [numbers(text, "y")[0] for text in ET.fromstring(svg).iter("text") if (text.text or "").startswith("pp")]
@@ -222,7 +227,11 @@ def test_grouped_bars_are_side_by_side_on_axis():
 
 def test_a_scatter_marks_some_points_and_the_limit():
     axes = make_log_axis([1, 10], "seconds", str), make_log_axis([5, 80, 40], "memory", str)
-    svg = draw_scatter(*axes, [(1, 5), (10, 80)], [(2, 10, "<best>")], (40, "40 GiB of a device"))
+    both = draw_scatter(*axes, [(1, 5), (10, 80)], [(2, 10, "<best>")], (40, "40 GiB of a device"))
+    pictures = [ET.tostring(svg, encoding="unicode") for svg in ET.fromstring(both).iter("svg")]
+    assert [numbers(ET.fromstring(svg), "width") for svg in pictures] == [[900], [380]]
+    assert_texts_are_inside(pictures[1])
+    svg = pictures[0]
     root = ET.fromstring(svg)
     kinds = [circle.get("class") for circle in root.iter("circle")]
     assert kinds == ["dot", "dot", "best"] and [t.text for t in root.iter("title")] == ["<best>"]

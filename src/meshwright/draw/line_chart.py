@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from meshwright.draw.axis import Axis
 from meshwright.draw.markup import Markup, element, format_number
-from meshwright.draw.picture import Picture, css_var
+from meshwright.draw.picture import Picture, css_var, draw_for_two_widths
 from meshwright.draw.text_width import estimate_text_width
 
 MAX_MARKED = 40
@@ -194,10 +194,10 @@ class Plot:
         self.picture.add_text(self.left - 8, top + 14, name, "end", class_="dim")
         for band in bands:
             end = self.x(band.end)
-            style = f"fill:{css_var(band.colour)}"
+            style = f"fill:{css_var(band.colour)};fill-opacity:.4"  # legible below a name in light and dark mode
             self.picture.add("rect", title=band.title, x=start, y=top, width=end - start, height=STRIP, style=style)
-            if end - start > estimate_text_width(band.name, 10.5) + 4:
-                self.picture.add_text((start + end) / 2, top + 14, band.name, "middle", class_="on")
+            if end - start > estimate_text_width(band.name, 11) + 4:
+                self.picture.add_text((start + end) / 2, top + 14, band.name, "middle", class_="small")
             if band.until and end - last > estimate_text_width(band.until) + 10:
                 last = end
                 self.picture.add_line((end, top + STRIP), (end, top + STRIP + 5), "lead")
@@ -243,8 +243,7 @@ def draw_lines(
             plot.draw_hover(series, hover)
         return plot.picture.to_svg(width, end + 5, y_axis.title or x_axis.title)
 
-    widths = (("broad", 760), ("slim", 380))
-    return element("div", [element("div", draw(width), class_=name) for name, width in widths], class_="chart")
+    return draw_for_two_widths(draw, 760)
 
 
 def spread_labels(places: Sequence[float], limit: float) -> list[float]:
