@@ -9,6 +9,9 @@ from collections.abc import Iterable
 from textwrap import fill
 from typing import Any
 
+LEAST_WORDS = 16
+"""Minimum characters for prose beside a table's other columns; with fewer, it continues below them."""
+
 
 def escape_control_characters(text: str) -> str:
     """Replace control characters in `text` with Python escape sequences, and tabs with spaces; newlines are kept. Text
@@ -25,18 +28,31 @@ def escape_on_terminal(text: str) -> str:
 
 
 def wrap_on_terminal(text: str) -> str:
-    """Wrap lines of prose at words to the terminal's width. Lines with runs of spaces or bars, which belong to tables
-    and pictures, are left unchanged, and so is all text if standard output is a file or pipe."""
+    """Wrap lines of prose, and prose in the last column of a table, at words to the terminal's width. Lines of pictures
+    (with bars), recipe lines (`key = value`, to be copied) and lines of figures alone are left unchanged, and so is all
+    text if standard output is a file or pipe."""
     if not sys.stdout.isatty():
         return text
     width = shutil.get_terminal_size().columns
     return "\n".join(
-        line if len(line) <= width or "  " in line.strip() or "|" in line else fill(
-            line, width, subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2), break_long_words=False,
-            break_on_hyphens=False,
-        )
+        line if len(line) <= width or re.match(r".*\||\s*[\w.]+ = ", line) else _wrap_last_column(line, width)
         for line in text.split("\n")
-    )  # fmt: skip
+    )
+
+
+def _wrap_last_column(line: str, width: int) -> str:
+    """Wrap a line at words to `width` characters. If the line belongs to a table (columns are separated by two spaces
+    or more), continuation lines begin below its last column, or four characters in if that leaves little space; a last
+    column without spaces is not wrapped."""
+    start = len(line) - len(line.lstrip())
+    columns = [*re.finditer(r"(?<=\S) {2,}(?=\S)", line)]
+    indent = start + 2
+    if columns:
+        last = columns[-1].end()
+        if " " not in line[last:].strip():
+            return line
+        indent = last if width - last >= LEAST_WORDS else start + 4
+    return fill(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def wrap_items(text: str, width: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -118,7 +119,8 @@ def command(
         if text:
             from meshwright.draw.buffers_text import draw_buffers_text
 
-            document["drawing"] = draw_buffers_text(report.checked)
+            width = shutil.get_terminal_size((110, 24)).columns
+            document["drawing"] = draw_buffers_text(report.checked, width)
             parts.append(document["drawing"])
         picture = cache(lambda: draw_picture(report))
         program_text = None if program_file is None else format_program(report.checked.program, program_file)

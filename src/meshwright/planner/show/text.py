@@ -19,12 +19,10 @@ from meshwright.planner.search.search import SearchResult, TooLargeLayout
 from meshwright.planner.search.shortlist import MOST_PRICED
 from meshwright.planner.show.explain import OperationTime
 from meshwright.planner.show.notation import notation_legend, recipe_block, selection_note
+from meshwright.terminal import LEAST_WORDS
 
 WIDE = 200
 """Characters of a line if the width of the terminal is unknown."""
-
-LEAST_WORDS = 16
-"""Minimum characters for text beside a table; with fewer, the text goes below it."""
 
 LEAST_PART = 1e-6
 """Smallest fraction of a step's time that is shown as a part; less is rounding error."""
@@ -320,7 +318,7 @@ def explain_text(layout: Layout, pp_rank: int, rows: Sequence[OperationTime], wi
         f"computation of a micro-batch{where}: {total * 1e3:,.4g} ms; {layout.micro_batches:,} "
         f"micro-batch{'es' * (layout.micro_batches > 1)} per step"
     )
-    lines = format_narrow_table([head, *shown], width, ("MB", "GFLOP", "count", "shape"))
+    lines = format_narrow_table([head, *shown], width, ("MB", "GFLOP", "count", "shape", "FLOP/byte"))
     return "\n".join([*wrap_line(title, width, "  "), *lines, *more])
 
 
@@ -353,10 +351,11 @@ def format_narrow_table(rows: Sequence[Sequence[str]], width: int, droppable: Se
 
 
 def wrap_line(line: str, width: int, indent: str) -> list[str]:
-    """Wrap a line at `width` characters, with `indent` before continuation lines; long words are not broken, runs of
-    spaces are kept."""
-    if len(line) <= width or width - len(indent) < LEAST_WORDS:
+    """Wrap a line at `width` characters, with `indent` before continuation lines, or four spaces if `indent` leaves
+    little space; long words are not broken, runs of spaces are kept."""
+    if len(line) <= width:
         return [line]
+    indent = indent if width - len(indent) >= LEAST_WORDS else " " * 4
     at = line.rfind(" ", len(indent) + 1, width + 1)
     if at < 0 or not line[:at].strip():
         return [line]

@@ -1,0 +1,50 @@
+"""Lines for a terminal: no word is cut at its right edge, and none is lost."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from meshwright.terminal import wrap_on_terminal
+
+CHECKED = "  checked           every contribution arrives exactly once; no race; no deadlock even if sends block"
+CANDIDATE = f"{'zb-h2':<24} {60.6:>12} {7:>8}  over the memory limit"
+
+
+@pytest.fixture
+def columns(monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    return lambda width: monkeypatch.setenv("COLUMNS", str(width))
+
+
+@pytest.mark.parametrize("width", [50, 60, 80])
+@pytest.mark.parametrize("line", [CHECKED, CANDIDATE, "a sentence of " + "many words " * 20])
+def test_long_lines_are_wrapped_between_words(line: str, width: int, columns):
+    columns(width)
+    lines = wrap_on_terminal(line).split("\n")
+    assert max(map(len, lines)) <= width and (len(line) <= width or len(lines) > 1)
+    assert " ".join(lines).split() == line.split()
+
+
+def test_last_column_of_a_table_continues_below_itself(columns):
+    columns(60)
+    _, *others = wrap_on_terminal(CHECKED).split("\n")
+    start = CHECKED.index("every")
+    assert others and all(len(line) - len(line.lstrip()) == start for line in others)
+    _, other = wrap_on_terminal(CANDIDATE).split("\n")  # too little space beside the figures
+    assert len(other) - len(other.lstrip()) == 4
+
+
+@pytest.mark.parametrize(
+    "line", ["rank 0 |F0|F1|   f0|" + "i0|" * 30, "0.1  " * 20 + "0.25", f'  layout = "{"dp2 " * 20}"']
+)
+def test_lines_of_pictures_recipes_and_figures_are_not_wrapped(line: str, columns):
+    columns(60)
+    assert wrap_on_terminal(line) == line
+
+
+def test_text_for_a_pipe_is_not_wrapped(columns, monkeypatch):
+    columns(60)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+    assert wrap_on_terminal(CHECKED) == CHECKED
