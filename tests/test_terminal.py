@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from meshwright.terminal import wrap_on_terminal
+from meshwright.terminal import print_row, wrap_on_terminal
 
 CHECKED = "  checked           every contribution arrives exactly once; no race; no deadlock even if sends block"
 CANDIDATE = f"{'zb-h2':<24} {60.6:>12} {7:>8}  over the memory limit"
@@ -42,6 +42,19 @@ def test_last_column_of_a_table_continues_below_itself(columns):
 def test_lines_of_pictures_recipes_and_figures_are_not_wrapped(line: str, columns):
     columns(60)
     assert wrap_on_terminal(line) == line
+
+
+ROW = f"{'dp2 zero1':<32} {'llama':<14} worst 5.1e-15  loss 4.0e-16  ok"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_rows_of_a_table_on_a_narrow_terminal_have_columns_closer_together(width: int, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    print_row(ROW)
+    lines = capsys.readouterr().err.rstrip("\n").split("\n")
+    assert max(map(len, lines)) <= width and " ".join(lines).split() == ROW.split()
+    assert len(lines) == (2 if width == 40 else 1) and (lines == [ROW]) == (width >= 80)
 
 
 def test_text_for_a_pipe_is_not_wrapped(columns, monkeypatch):

@@ -78,6 +78,15 @@ def print_message(text: str) -> None:
     print(escape_control_characters(text), file=sys.stderr, flush=True)
 
 
+def print_row(text: str) -> None:
+    """Print one line of a table on standard error. If that is a terminal too narrow for the line, its columns are moved
+    together, and the line is wrapped between words if that does not suffice."""
+    if sys.stderr.isatty() and len(text) > (width := shutil.get_terminal_size().columns):
+        text = re.sub(r"(?<=\S) {2,}(?=\S)", "  ", text)
+        text = text if len(text) <= width else fill(text, width, subsequent_indent="    ", break_long_words=False)
+    print_message(text)
+
+
 def render_tables(parts: Iterable[Any], width: int = 120) -> str:
     """Render `parts`, rich tables and texts, as one string for standard output: on a terminal in colour and at the
     terminal's width, else without colour and `width` characters wide."""
