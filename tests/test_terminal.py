@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from meshwright.terminal import print_row, wrap_on_terminal
+from meshwright.cli.main import main
+from meshwright.terminal import print_message, print_row, wrap_on_terminal
 
 CHECKED = "  checked           every contribution arrives exactly once; no race; no deadlock even if sends block"
 CANDIDATE = f"{'zb-h2':<24} {60.6:>12} {7:>8}  over the memory limit"
@@ -55,6 +56,23 @@ def test_rows_of_a_table_on_a_narrow_terminal_have_columns_closer_together(width
     lines = capsys.readouterr().err.rstrip("\n").split("\n")
     assert max(map(len, lines)) <= width and " ".join(lines).split() == ROW.split()
     assert len(lines) == (2 if width == 40 else 1) and (lines == [ROW]) == (width >= 80)
+
+
+def test_messages_are_wrapped_but_not_their_commands(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    error = (
+        'meshwright: error: unknown device "h100-smx"; did you mean "h100-sxm"? ("meshwright plan --list" prints them)'
+    )
+    resume = f"to resume: meshwright train tiny.toml {'train.steps=3000 ' * 4}"
+    print_message(error)
+    print_message(resume)
+    *lines, last = capsys.readouterr().err.rstrip("\n").split("\n")
+    assert last == resume.rstrip("\n") and len(lines) == 2 and max(map(len, lines)) <= 60
+    assert '"meshwright plan --list"' in lines[1]
+    assert main(["schedule", "zbv"]) == 2
+    lines = capsys.readouterr().err.rstrip("\n").split("\n")
+    assert 1 < len(lines) <= 5 and max(map(len, lines)) <= 60
 
 
 def test_text_for_a_pipe_is_not_wrapped(columns, monkeypatch):

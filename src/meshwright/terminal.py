@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from textwrap import fill
 from typing import Any
 
+_UNWRAPPED = re.compile(r".*\||\s*[\w.]+ = |to resume: ")
 LEAST_WORDS = 16
 """Minimum characters for prose beside a table's other columns; with fewer, it continues below them."""
 
@@ -29,13 +30,21 @@ def escape_on_terminal(text: str) -> str:
 
 def wrap_on_terminal(text: str) -> str:
     """Wrap lines of prose, and prose in the last column of a table, at words to the terminal's width. Lines of pictures
-    (with bars), recipe lines (`key = value`, to be copied) and lines of figures alone are left unchanged, and so is all
+    (with bars), lines to be copied (recipe keys, commands) and lines of figures alone are left unchanged, and so is all
     text if standard output is a file or pipe."""
-    if not sys.stdout.isatty():
-        return text
+    return _wrap_lines(text) if sys.stdout.isatty() else text
+
+
+def wrap_message(text: str) -> str:
+    """Wrap text for standard error as `wrap_on_terminal` wraps text for standard output."""
+    return _wrap_lines(text) if sys.stderr.isatty() else text
+
+
+def _wrap_lines(text: str) -> str:
+    """Wrap the lines of `text` to the terminal's width; see `wrap_on_terminal`."""
     width = shutil.get_terminal_size().columns
     return "\n".join(
-        line if len(line) <= width or re.match(r".*\||\s*[\w.]+ = ", line) else _wrap_last_column(line, width)
+        line if len(line) <= width or _UNWRAPPED.match(line) else _wrap_last_column(line, width)
         for line in text.split("\n")
     )
 
@@ -52,7 +61,15 @@ def _wrap_last_column(line: str, width: int) -> str:
         if " " not in line[last:].strip():
             return line
         indent = last if width - last >= LEAST_WORDS else start + 4
-    return fill(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    return _fill(line, width, " " * indent)
+
+
+def _fill(line: str, width: int, indent: str) -> str:
+    """Wrap a line between words, but not within a quoted command, to `width` characters; continuation lines begin with
+    `indent`."""
+    joined = re.sub(r'"meshwright [^"]*"|`[^`]*`', lambda found: found[0].replace(" ", "\0"), line)
+    wrapped = fill(joined, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return wrapped.replace("\0", " ")
 
 
 def wrap_items(text: str, width: int) -> str:
@@ -73,9 +90,9 @@ def wrap_items(text: str, width: int) -> str:
 
 
 def print_message(text: str) -> None:
-    """Print text on standard error, unbuffered. Control characters are escaped, as the text may quote untrusted
-    files."""
-    print(escape_control_characters(text), file=sys.stderr, flush=True)
+    """Print text on standard error, unbuffered, wrapped at words on a terminal. Control characters are escaped, as the
+    text may quote untrusted files."""
+    print(wrap_message(escape_control_characters(text)), file=sys.stderr, flush=True)
 
 
 def print_row(text: str) -> None:
@@ -83,7 +100,7 @@ def print_row(text: str) -> None:
     together, and the line is wrapped between words if that does not suffice."""
     if sys.stderr.isatty() and len(text) > (width := shutil.get_terminal_size().columns):
         text = re.sub(r"(?<=\S) {2,}(?=\S)", "  ", text)
-        text = text if len(text) <= width else fill(text, width, subsequent_indent="    ", break_long_words=False)
+        text = text if len(text) <= width else _fill(text, width, "    ")
     print_message(text)
 
 
