@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from colorsys import hls_to_rgb
@@ -46,7 +47,7 @@ def draw_svg(
     chart.end = max(chart.end, until)
     if spans and widen:
         shortest = min(span.end - span.start for span in spans)
-        needed = round(chart.end / shortest * (chart.widest + 4))
+        needed = math.ceil(chart.end / shortest * (chart.widest + 4))
         chart.plot = min(max(chart.plot, needed), 8 * width)
     total = round(chart.left + chart.plot + notes + MARGIN)
     # The legend stays within `width`; a wider chart scrolls.

@@ -138,7 +138,8 @@ class Plot:
         self.picture.add_text(x + offset, self.top + 12, mark.words, anchor, class_="halo")
 
     def draw_names(self, series: Sequence[Series]) -> None:
-        """Write the name of each series to the right of its last point; names of lines that end close together are
+        """Write the name of each series to the right of its last point, with a line to it, in the curve's colour if the
+        curve is emphasized (text in that colour would be hard to read); names of lines that end close together are
         moved apart. A series that ends before the right edge of the plot gets no name."""
         ends = sorted(
             (self.y(one.points[-1][1]), index)
@@ -147,12 +148,11 @@ class Plot:
         )
         for (at, index), place in zip(ends, spread_labels([at for at, _ in ends], self.bottom), strict=True):
             one = series[index]
-            self.picture.add_line((self.right + 1, at), (self.right + 16, place), "lead")
             strong = one.kind in ("thick", "named")
-            style = f"fill:{css_var(one.colour)}" if strong else None
-            self.picture.add_text(
-                self.right + 20, place + 4, one.name, class_="strong" if strong else "dim", style=style
-            )
+            style = f"stroke:{css_var(one.colour)};stroke-opacity:1;stroke-width:2.6" if strong else None
+            ends = {"x1": self.right + 1, "y1": at, "x2": self.right + 16, "y2": place}
+            self.picture.add("line", **ends, class_="lead", style=style)
+            self.picture.add_text(self.right + 20, place + 4, one.name, class_="strong" if strong else "dim")
 
     def draw_hover(self, series: Sequence[Series], name: str) -> None:
         """Cover the plot with transparent columns, one for each x value of the series (for every n-th x value if the x
