@@ -80,21 +80,27 @@ def draw_page_bars(
 
 
 def draw_grouped_bars(names: Sequence[str], groups: Sequence[tuple[str, str, Sequence[float]]], title: str) -> Markup:
-    """Return an SVG chart of vertical bars in clusters: one cluster for each name of `names` on the x axis, with one
-    bar for each series of `groups`.
+    """Return a chart of vertical bars in clusters for an HTML page: one cluster for each name of `names` on the x axis,
+    with one bar for each series of `groups`. It consists of one SVG picture for wide screens and one for a phone's.
 
     groups: one tuple for each series: (name shown on hover, style-sheet colour such as "blue", heights of the bars in
     data units, one for each of `names`). title: title of the x axis.
     """
     highest = max((value for _, _, values in groups for value in values), default=0) or 1
     ticks = [(place + 0.5, name) for place, name in enumerate(names)]
-    plot = Plot(Axis(0, len(names), ticks, title), make_linear_axis(0, highest, most=4), right=744, bottom=194)
     share = 0.84 / len(groups)
-    for number, (group, colour, values) in enumerate(groups):
-        for place, value in enumerate(values):
-            x, y = plot.x(place + 0.08 + share * number), plot.y(value)
-            plot.picture.add(
-                "rect", title=f"{group}: {value:,}", x=x, y=y, width=share * (plot.x(1) - plot.left),
-                height=plot.bottom - y, style=f"fill:{css_var(colour)}",
-            )  # fmt: skip
-    return plot.picture.to_svg(760, 240, title)
+
+    def draw(width: int) -> Markup:
+        """Return the chart as an SVG picture `width` pixels wide."""
+        across, up = Axis(0, len(names), ticks, title), make_linear_axis(0, highest, most=4)
+        plot = Plot(across, up, right=width - 16, bottom=194)
+        for number, (group, colour, values) in enumerate(groups):
+            for place, value in enumerate(values):
+                x, y = plot.x(place + 0.08 + share * number), plot.y(value)
+                plot.picture.add(
+                    "rect", title=f"{group}: {value:,}", x=x, y=y, width=share * (plot.x(1) - plot.left),
+                    height=plot.bottom - y, style=f"fill:{css_var(colour)}",
+                )  # fmt: skip
+        return plot.picture.to_svg(width, 240, title)
+
+    return draw_for_two_widths(draw, 760)

@@ -91,13 +91,13 @@ class Plot:
         free = -math.inf
         for value, label in self.x_axis.ticks:
             at, half = self.x(value), estimate_text_width(label) / 2
-            if at - half < free:
+            place = max(half, min(at, self.right + 14 - half))  # inside the picture
+            if place - half < free:
                 continue
             if self.x_axis.logarithmic:
                 self.picture.add_line((at, self.top), (at, self.bottom), "grid")
-            place = min(at, self.right + 14 - half)  # inside the picture
             self.picture.add_text(place, self.bottom + 17, label, "middle", class_="dim")
-            free = at + half + 6
+            free = place + half + 6
         if self.x_axis.title:
             middle = (self.left + self.right) / 2
             self.picture.add_text(middle, self.bottom + 36, self.x_axis.title, "middle", class_="dim")

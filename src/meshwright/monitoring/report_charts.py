@@ -123,7 +123,7 @@ def draw_step_chart(series: Sequence[Series], unit: str, *, from_zero: bool = Fa
         return paragraph("No finite values.")
     steps, values = ([point[at] for point in points] for at in (0, 1))
     low = min([0.0] * from_zero + values)
-    across = make_linear_axis(min(steps), max(steps), most=8)
+    across = make_linear_axis(min(steps), max(steps), most=8, whole=True)
     return draw_lines(
         across, make_linear_axis(low, max(values), f"step; {unit}", below=0.0 if from_zero else 0.04, above=0.04),
         [one for one in series if one.points], hover="step", legend=legend,
