@@ -74,7 +74,7 @@ def _show_schedule(writer: ExampleWriter, name: str, picture: str) -> ScheduleRe
     names = ("1f1b", "interleaved") if picture == "schedules-1f1b" else (name,)
     writer.add_figure(
         picture,
-        f"{name}: which micro-batch each rank computes when",
+        f"{' and '.join(names)}: which micro-batch each rank computes when",
         partial(draw_schedules, *names),
         partial(draw_text, report.timeline()),
     )
