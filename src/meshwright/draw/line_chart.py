@@ -150,8 +150,7 @@ class Plot:
             one = series[index]
             strong = one.kind in ("thick", "named")
             style = f"stroke:{css_var(one.colour)};stroke-opacity:1;stroke-width:2.6" if strong else None
-            ends = {"x1": self.right + 1, "y1": at, "x2": self.right + 16, "y2": place}
-            self.picture.add("line", **ends, class_="lead", style=style)
+            self.picture.add("line", x1=self.right + 1, y1=at, x2=self.right + 16, y2=place, class_="lead", style=style)
             self.picture.add_text(self.right + 20, place + 4, one.name, class_="strong" if strong else "dim")
 
     def draw_hover(self, series: Sequence[Series], name: str) -> None:
