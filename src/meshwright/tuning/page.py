@@ -171,7 +171,7 @@ def _draw_curves(trials: Sequence[FrozenTrial]) -> Iterator[Content]:
         Series(
             f"trial {trial.number}",
             [(step, min(loss, y_axis.high)) for step, loss in sorted(trial.intermediate_values.items())],
-            "orange" if trial is best else "pale" if trial.state.name == "COMPLETE" else "silver",
+            "orange" if trial is best else "blue" if trial.state.name == "COMPLETE" else "silver",
             "thick" if trial is best else "thin",
         )
         for trial in ordered
@@ -187,7 +187,7 @@ def _draw_curves(trials: Sequence[FrozenTrial]) -> Iterator[Content]:
         return plot.picture.to_svg(width, 280, "validation loss over the steps of each trial")
 
     yield draw_for_two_widths(draw, WIDTH)
-    named = {"orange": "best trial", "pale": "other complete trials", "silver": "trials that did not complete"}
+    named = {"orange": "best trial", "blue": "other complete trials", "silver": "trials that did not complete"}
     drawn = {one.colour for one in series}
     yield legend([(words, colour) for colour, words in named.items() if colour in drawn])
 
