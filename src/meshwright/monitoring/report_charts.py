@@ -28,7 +28,8 @@ def draw_run(lines: Lines) -> Iterator[Markup]:
     """Yield the headings and charts of one run: loss, throughput, learning rate, gradient norm, memory, time by phase.
     lines: step lines of metrics.jsonl."""
     work, training = find_throughput_unit(lines), select_points(lines, "loss")
-    losses = [Series("training", training, "pale"), Series("training, smoothed", smooth(training), "blue", dots=True)]
+    smoothed = Series("training, smoothed", smooth(training), "blue", "thick", dots=True)
+    losses = [Series("training", training, "pale", "thin"), smoothed]
     if validation := select_points(lines, "validation_loss"):
         losses.append(Series("validation", validation, "orange", dots=True))
     yield element("h2", "Loss")
