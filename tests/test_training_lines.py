@@ -41,6 +41,11 @@ def number(text: str) -> float:
     return float(text.replace(",", ""))
 
 
+def replace_train(recipe: Recipe, **values: Any) -> Recipe:
+    """The recipe with other values of keys of [train]."""
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update=values)})
+
+
 def documented_runs() -> list[Any]:
     """Command, recipe and number of training tokens of each documented run that shows lines, and True if its model is a
     new one."""
@@ -118,6 +123,20 @@ class Console:
         with journal:
             journal.progress.begin(step - 1)
             journal.record_step(record)
+
+
+@pytest.mark.parametrize(("compiled", "done", "shown"), [(True, 0, 1), (True, 30, 31), (False, 0, 0), (True, 100, 0)])
+def test_compilation_is_announced_before_its_step(
+    compiled: bool, done: int, shown: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    _, recipe, tokens, _ = documented_runs()[0].values
+    recipe = replace_train(recipe, compile=compiled, steps=100)
+    prediction: Any = SimpleNamespace(format_lines=lambda: ["predicted: ..."], to_json_dict=dict)
+    with Console(recipe, tokens, tmp_path).begin(f"step-{done:06}" if done else None) as journal:
+        journal.begin_steps(done, prediction)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "compil" in line]
+    announced = [f"compiling during step {shown}, which takes longer than the others (train.compile)"]
+    assert lines == (announced if shown else [])
 
 
 @pytest.mark.parametrize(("command", "recipe", "tokens", "fresh"), documented_runs())

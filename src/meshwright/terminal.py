@@ -9,6 +9,10 @@ from collections.abc import Iterable
 from textwrap import fill
 from typing import Any
 
+_UNWRAPPED = re.compile(r".*\||\s*[\w.]+ = |to resume: ")
+LEAST_WORDS = 16
+"""Minimum characters for prose beside a table's other columns; with fewer, it continues below them."""
+
 
 def escape_control_characters(text: str) -> str:
     """Replace control characters in `text` with Python escape sequences, and tabs with spaces; newlines are kept. Text
@@ -25,18 +29,47 @@ def escape_on_terminal(text: str) -> str:
 
 
 def wrap_on_terminal(text: str) -> str:
-    """Wrap lines of prose at words to the terminal's width. Lines with runs of spaces or bars, which belong to tables
-    and pictures, are left unchanged, and so is all text if standard output is a file or pipe."""
-    if not sys.stdout.isatty():
-        return text
+    """Wrap lines of prose, and prose in the last column of a table, at words to the terminal's width. Lines of pictures
+    (with bars), lines to be copied (recipe keys, commands) and lines of figures alone are left unchanged, and so is all
+    text if standard output is a file or pipe."""
+    return _wrap_lines(text) if sys.stdout.isatty() else text
+
+
+def wrap_message(text: str) -> str:
+    """Wrap text for standard error as `wrap_on_terminal` wraps text for standard output."""
+    return _wrap_lines(text) if sys.stderr.isatty() else text
+
+
+def _wrap_lines(text: str) -> str:
+    """Wrap the lines of `text` to the terminal's width; see `wrap_on_terminal`."""
     width = shutil.get_terminal_size().columns
     return "\n".join(
-        line if len(line) <= width or "  " in line.strip() or "|" in line else fill(
-            line, width, subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2), break_long_words=False,
-            break_on_hyphens=False,
-        )
+        line if len(line) <= width or _UNWRAPPED.match(line) else _wrap_last_column(line, width)
         for line in text.split("\n")
-    )  # fmt: skip
+    )
+
+
+def _wrap_last_column(line: str, width: int) -> str:
+    """Wrap a line at words to `width` characters. If the line belongs to a table (columns are separated by two spaces
+    or more), continuation lines begin below its last column, or four characters in if that leaves little space; a last
+    column without spaces is not wrapped."""
+    start = len(line) - len(line.lstrip())
+    columns = [*re.finditer(r"(?<=\S) {2,}(?=\S)", line)]
+    indent = start + 2
+    if columns:
+        last = columns[-1].end()
+        if " " not in line[last:].strip():
+            return line
+        indent = last if width - last >= LEAST_WORDS else start + 4
+    return _fill(line, width, " " * indent)
+
+
+def _fill(line: str, width: int, indent: str) -> str:
+    """Wrap a line between words, but not within a quoted command, to `width` characters; continuation lines begin with
+    `indent`."""
+    joined = re.sub(r'"meshwright [^"]*"|`[^`]*`', lambda found: found[0].replace(" ", "\0"), line)
+    wrapped = fill(joined, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return wrapped.replace("\0", " ")
 
 
 def wrap_items(text: str, width: int) -> str:
@@ -57,9 +90,18 @@ def wrap_items(text: str, width: int) -> str:
 
 
 def print_message(text: str) -> None:
-    """Print text on standard error, unbuffered. Control characters are escaped, as the text may quote untrusted
-    files."""
-    print(escape_control_characters(text), file=sys.stderr, flush=True)
+    """Print text on standard error, unbuffered, wrapped at words on a terminal. Control characters are escaped, as the
+    text may quote untrusted files."""
+    print(wrap_message(escape_control_characters(text)), file=sys.stderr, flush=True)
+
+
+def print_row(text: str) -> None:
+    """Print one line of a table on standard error. If that is a terminal too narrow for the line, its columns are moved
+    together, and the line is wrapped between words if that does not suffice."""
+    if sys.stderr.isatty() and len(text) > (width := shutil.get_terminal_size().columns):
+        text = re.sub(r"(?<=\S) {2,}(?=\S)", "  ", text)
+        text = text if len(text) <= width else _fill(text, width, "    ")
+    print_message(text)
 
 
 def render_tables(parts: Iterable[Any], width: int = 120) -> str:

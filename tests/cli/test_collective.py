@@ -133,7 +133,9 @@ def test_pages_and_pictures_are_self_contained(asked, tmp_path: Path):
     )
     assert answer["files"] == {"picture": str(tmp_path / "a.svg"), "page": str(tmp_path / "a.html")}
     svg, page = (tmp_path / "a.svg").read_text(), (tmp_path / "a.html").read_text()
-    assert svg.startswith("<svg") and svg in page
+    shapes = svg.partition("</style>")[2].rpartition("</svg>")[0]
+    assert svg.startswith("<svg") and shapes.count("polyline") > 5 and shapes in page
+    assert '<div class="slim"><svg class="picture" width="380"' in page
     assert page.count("<h1>") == 1 and "Round by round" in page and "The choice" in page
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
 

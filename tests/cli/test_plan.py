@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,14 +60,20 @@ def test_a_page_has_every_picture(tmp_path: Path):
     page = tmp_path / "plan.html"
     run(*REQUEST, "--layout", "dp2 tp2 pp4:zb-v mb8", "--html", str(page))
     text = page.read_text()
-    for title in ("Time by component", "Memory of each stage", "The pipeline", "Memory of pipeline rank"):
+    for title in ("Time by component", "Memory of each pipeline rank", "The pipeline", "Memory of pipeline rank"):
         assert title in text, title
     assert "Memory of a device: " in text and ", does not fit: " in text and "Set these keys" not in text
-    assert text.count("<svg") == 4 and "Step by step" in text and "http" not in text.replace("http://www.w3.org", "")
+    assert text.count("<svg") == 7 and "Step by step" in text and "http" not in text.replace("http://www.w3.org", "")
     run(*REQUEST, "--top", "2", "--html", str(page))
     text = page.read_text()
     assert ", fits" in text and "does not fit: " not in text and "Set these keys in your recipe" in text
-    assert "Memory against time" in page.read_text() and page.read_text().count('class="best"') == 2
+    assert "Memory against time" in text and text.count('class="best"') == 4  # for wide screens and for phones
+    for chart in re.findall(r'<div class="chart">.*?</svg></div></div>', text, re.DOTALL):
+        assert [float(width) for width in re.findall(r'class="picture" width="(\d+)"', chart)][1:] == [380]
+    assert text.count('<div class="chart">') >= 3
+    legends = re.findall(r'<p class="muted key">.*?</p>', text, re.DOTALL)
+    memory = re.findall(r"</i>(.*?)</span>", legends[1])
+    assert memory == [part for part in re.findall(r"<th>(.*?)</th>", text) if part in memory]
 
 
 def test_recipe_supplies_options_missing_on_command_line(tmp_path: Path):

@@ -9,6 +9,7 @@ import pytest
 
 from meshwright.collectives.page import draw_crossovers
 from tests.collectives.example_curves import simulate_example_curves
+from tests.draw.labels import find_label_faults
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "all-pairs", "of a file"])
@@ -26,6 +27,18 @@ def test_picture_marks_requested_size_and_algorithm(algorithm: str):
     if algorithm in drawn:
         points = (drawn[algorithm].get("points") or "").split()
         assert f"{dot.get('cx')},{dot.get('cy')}" == points[2]
+
+
+def test_picture_for_a_phone_names_emphasized_curves_in_a_legend():
+    curves = simulate_example_curves()
+    svg = draw_crossovers(curves, curves.find_crossovers(), curves.sizes[2], ("ring", 1e-3), width=380, alone=False)
+    root = ElementTree.fromstring(svg)
+    assert root.get("width") == "380" and find_label_faults(svg) == []
+    words = {element.text for element in root.iter() if element.tag.endswith("text")}
+    drawn = [element for element in root.iter() if element.tag.endswith("polyline")]
+    emphasized = {line[0].text for line in drawn if line.get("class") in ("named", "thick")}
+    assert "ring" in emphasized and {*emphasized, "other algorithms", "lower bound, dashed"} <= words
+    assert len(drawn) == len(curves.seconds) + 1
 
 
 def test_picture_is_self_contained_and_names_algorithms_and_bound():

@@ -8,7 +8,9 @@ from xml.etree import ElementTree
 
 from meshwright.draw.text_width import estimate_text_width
 
-SIZES = {"small": 11.0, "tick": 11.0, "on": 10.5, "title": 14.0}
+SIZES = {"small": 11.0, "tick": 11.0, "axis": 11.0, "on": 10.5, "title": 14.0}
+BOLD = {"title", "strong"}
+BOLD_WIDTH = 1.06  # of DejaVu Sans in a browser, relative to the estimate for regular letters
 SLACK = 2.0  # pixels
 
 
@@ -24,8 +26,10 @@ def find_label_faults(page: str) -> list[str]:
         for text in root.iter():
             if not text.tag.endswith("text") or not text.text:
                 continue
-            size = next((SIZES[name] for name in (text.get("class") or "").split() if name in SIZES), 12.0)
-            wide, x, y = estimate_text_width(text.text, size), float(text.get("x", 0)), float(text.get("y", 0))
+            kinds = (text.get("class") or "").split()
+            size = next((SIZES[name] for name in kinds if name in SIZES), 12.0)
+            wide = estimate_text_width(text.text, size) * (BOLD_WIDTH if BOLD & {*kinds} else 1.0)
+            x, y = float(text.get("x", 0)), float(text.get("y", 0))
             x -= wide * {"middle": 0.5, "end": 1.0}.get(text.get("text-anchor", ""), 0.0)
             boxes.append((text.text, x, x + wide, y - 0.75 * size, y + 0.2 * size))
         for words, start, end, above, below in boxes:

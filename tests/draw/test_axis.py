@@ -53,3 +53,9 @@ def test_a_range_of_one_value_is_widened(value: float, margins: dict[str, float]
 
 def test_values_below_a_logarithmic_axis_lie_at_its_start():
     assert Axis(1, 100, logarithmic=True).compute_fraction(0) == 0
+
+
+@pytest.mark.parametrize("high", [1, 2, 3, 5, 12, 200])
+def test_ticks_at_whole_numbers_alone(high: int):
+    ticks = [tick for tick, _ in make_linear_axis(0, high, most=8, whole=True).ticks]
+    assert 1 < len(ticks) <= 9 and all(tick == int(tick) for tick in ticks)

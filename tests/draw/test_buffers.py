@@ -51,6 +51,13 @@ def test_ring_all_reduce_drawing_on_four_ranks_matches_textbooks() -> None:
     assert text.count("round ") == 6
 
 
+def test_sends_of_a_round_are_wrapped_between_each_other():
+    text = draw_buffers_text(check_collective(ring(4)), width=60)
+    sends = [line for line in text.splitlines() if "→" in line]
+    assert max(map(len, sends)) <= 60 and len(sends) > 6
+    assert "  0 → 1 adds data[0]   1 → 2 adds data[1]\n  2 → 3 adds data[2]   3 → 0 adds data[3]\n" in text
+
+
 def shown(frame: Frame) -> list[list[str]]:
     return [[cell.label for cell in cells] for cells in frame.cells]
 

@@ -86,9 +86,11 @@ def test_labels_of_large_values_are_not_cut_off():
 
 def test_tick_labels_do_not_overlap():
     names = [f"a long name {number}" for number in range(30)]
-    svg = draw_grouped_bars(names, [("before", "pale", range(30))], "")
-    shown = sorted((left, right) for text, left, right in extents(svg) if text.startswith("a long"))
-    assert len(shown) > 3 and all(right < left for (_, right), (left, _) in pairwise(shown))
+    for picture in ET.fromstring(draw_grouped_bars(names, [("before", "pale", range(30))], "")).iter("svg"):
+        svg = ET.tostring(picture, encoding="unicode")
+        shown = sorted((left, right) for text, left, right in extents(svg) if text.startswith("a long"))
+        assert len(shown) > 2 and all(right < left for (_, right), (left, _) in pairwise(shown))
+        assert_texts_are_inside(svg)
 
 
 def test_series_gaps_are_omitted_and_few_points_dotted():
@@ -204,6 +206,11 @@ def test_stacked_bars_are_as_long_as_their_parts(limit: float, drawn: bool):
     assert_texts_are_inside(svg)
 
 
+def test_limit_near_the_left_edge_has_its_whole_text():
+    limit = (1.0, "31.7 GiB of a device with a long name")
+    assert_texts_are_inside(draw_stacked_bars([("", {"a": 7.0, "b": 1.0})], COLOURS, str, "memory", limit))
+
+
 def test_many_bars_are_lower_and_named_now_and_then():
     svg = draw_stacked_bars([(f"pp {at}", {"a": 1.0}) for at in range(64)], COLOURS, str, "memory")
     names = [numbers(text, "y")[0] for text in ET.fromstring(svg).iter("text") if (text.text or "").startswith("pp")]
@@ -211,18 +218,23 @@ def test_many_bars_are_lower_and_named_now_and_then():
 
 
 def test_grouped_bars_are_side_by_side_on_axis():
-    svg = draw_grouped_bars(["1", "2"], [("before", "pale", [4, 8]), ("after", "blue", [2, 8])], "characters")
-    bars = {
-        rect.findtext("title"): numbers(rect, "x", "y", "width", "height") for rect in ET.fromstring(svg).iter("rect")
-    }
-    (x, y, width, height), (x2, y2, _, height2) = bars["before: 4"], bars["after: 2"]
-    assert x2 == pytest.approx(x + width, abs=0.02) and height == pytest.approx(2 * height2, abs=0.02)
-    assert y + height == pytest.approx(y2 + height2, abs=0.02)
+    both = draw_grouped_bars(["1", "2"], [("before", "pale", [4, 8]), ("after", "blue", [2, 8])], "characters")
+    pictures = [*ET.fromstring(both).iter("svg")]
+    assert [numbers(picture, "width") for picture in pictures] == [[760], [380]]
+    for picture in pictures:
+        bars = {rect.findtext("title"): numbers(rect, "x", "y", "width", "height") for rect in picture.iter("rect")}
+        (x, y, width, height), (x2, y2, _, height2) = bars["before: 4"], bars["after: 2"]
+        assert x2 == pytest.approx(x + width, abs=0.02) and height == pytest.approx(2 * height2, abs=0.02)
+        assert y + height == pytest.approx(y2 + height2, abs=0.02)
 
 
 def test_a_scatter_marks_some_points_and_the_limit():
     axes = make_log_axis([1, 10], "seconds", str), make_log_axis([5, 80, 40], "memory", str)
-    svg = draw_scatter(*axes, [(1, 5), (10, 80)], [(2, 10, "<best>")], (40, "40 GiB of a device"))
+    both = draw_scatter(*axes, [(1, 5), (10, 80)], [(2, 10, "<best>")], (40, "40 GiB of a device"))
+    pictures = [ET.tostring(svg, encoding="unicode") for svg in ET.fromstring(both).iter("svg")]
+    assert [numbers(ET.fromstring(svg), "width") for svg in pictures] == [[900], [380]]
+    assert_texts_are_inside(pictures[1])
+    svg = pictures[0]
     root = ET.fromstring(svg)
     kinds = [circle.get("class") for circle in root.iter("circle")]
     assert kinds == ["dot", "dot", "best"] and [t.text for t in root.iter("title")] == ["<best>"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 import itertools
 import re
 import xml.etree.ElementTree as ET
@@ -116,6 +117,52 @@ def test_wide_legend_wraps_into_lines_above_rows(timeline: Timeline):
     assert len(lines) > 1 and lines[-1] < min(rows)
 
 
+@pytest.mark.parametrize("kind", COLOURS)
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_labels_contrast_with_their_steps(kind: str, mirrored: bool):
+    """At least 4.5 : 1 (WCAG 2.2, success criterion 1.4.3), for every chunk of a rank."""
+    spans = [Span(0, at, at + 1.0, kind, "F0", kind, at / 10, mirrored) for at in range(11)]
+    root = ET.fromstring(draw_svg(Timeline("shades", ("rank 0",), spans)))
+    labels = [text for text in root.iter(f"{SVG}text") if (text.get("class") or "").startswith("on")]
+    for bar, label in zip(bars(ET.tostring(root, encoding="unicode")), labels, strict=True):
+        hue, saturation, lightness = map(float, re.findall(r"[\d.]+", bar.get("style", "")))
+        colour = colorsys.hls_to_rgb(hue / 360, lightness / 100, saturation / 100)
+        linear = [value / 12.92 if value < 0.04 else ((value + 0.055) / 1.055) ** 2.4 for value in colour]
+        luminance = np.dot((0.2126, 0.7152, 0.0722), linear) + 0.05
+        contrast = luminance / 0.05 if "dark" in label.get("class", "") else 1.05 / luminance
+        assert contrast >= 4.5, (bar.get("style"), label.get("class"))
+
+
+def test_labels_of_narrow_steps_have_two_lines_of_the_same_size():
+    spans = [Span(0, at, at + 1.0, "forward", f"F{at % 10}m", "forward") for at in range(10, 40)]
+    chart = draw_svg(Timeline("narrow", ("rank 0",), spans), width=900, widen=False)
+    root = ET.fromstring(chart)
+    labels = [text for text in root.iter(f"{SVG}text") if text.get("class") == "on"]
+    assert float(root.get("width", 0)) == 900
+    assert [text.text for text in labels] == [part for at in range(10, 40) for part in ("F", f"{at % 10}m")]
+    letters, numbers = ({float(text.get("y", 0)) for text in labels[first::2]} for first in (0, 1))
+    assert max(numbers) - min(letters) == 11 and len(letters) == len(numbers) == 1
+    assert "font-size:9" not in chart
+    wide = ET.fromstring(draw_svg(Timeline("wide", ("rank 0",), spans), width=900))
+    assert [text.text for text in wide.iter(f"{SVG}text") if text.get("class") == "on"] == [s.label for s in spans]
+
+
+def test_legend_explains_letters_of_components():
+    spans = [Span(0, 0.0, 1.0, "forward", "F0a", "attention in the forward")]
+    letters = {"a": "attention", "m": "MLP"}
+    picture = ET.fromstring(draw_svg(Timeline("parts", ("rank 0",), spans, letters=letters)))
+    (line,) = [text for text in picture.iter(f"{SVG}text") if "last letter" in (text.text or "")]
+    assert line.text == "last letter of a label: a attention, m MLP"
+    (row,) = [rect for rect in picture.iter(f"{SVG}rect") if rect.get("class") == "row"]
+    assert float(line.get("y", 0)) < float(row.get("y", 0))
+
+
+def test_time_axis_has_a_title():
+    drawn = Timeline("axis", ("rank 0",), [Span(0, 0.0, 1.0, "forward", "F0", "F0")], time_title="seconds")
+    (title,) = [text for text in ET.fromstring(draw_svg(drawn)).iter(f"{SVG}text") if "axis" in text.get("class", "")]
+    assert title.text == "seconds"
+
+
 def test_level_strip_height_follows_saved_activations(timeline: Timeline):
     first, _ = ET.fromstring(draw_svg(timeline)).iter(f"{SVG}polygon")
     points = [tuple(map(float, point.split(","))) for point in first.get("points", "").split()]
@@ -161,7 +208,9 @@ def test_page_loads_no_external_resources(timeline: Timeline):
 def test_page_of_a_chart_wider_than_itself_shows_the_whole_step_above(timeline: Timeline):
     spans = [Span(0, at, at + 1.0, kind, "F000", kind) for at, kind in enumerate(["forward", "weight gradient"] * 40)]
     long = Timeline("long", ("rank 0",), spans)
-    overview, chart = map(ET.fromstring, re.findall("<svg.*?</svg>", draw_page(long, rows=[]), re.S))
+    drawn = map(ET.fromstring, re.findall("<svg.*?</svg>", draw_page(long, rows=[]), re.S))
+    overview, of_phones, chart = drawn
+    assert float(of_phones.get("width", 0)) == 380
     assert float(overview.get("width", 0)) <= 1168 < float(chart.get("width", 0))
     legend = [word for word in chart.iter("text") if "small" in word.get("class", "")]
     assert len(legend) == 2 and max(float(word.get("x", 0)) for word in legend) < 1160
@@ -169,11 +218,13 @@ def test_page_of_a_chart_wider_than_itself_shows_the_whole_step_above(timeline: 
 
 
 def test_an_overview_shows_every_step_within_its_width(timeline: Timeline):
-    picture = ET.fromstring(draw_overview(timeline, width=600))
-    paths = "".join(path.get("d", "") for path in picture.iter("path"))
-    boxes = re.findall(r"M([\d.]+) [\d.]+h([\d.]+)", paths)
-    assert len(boxes) == len(timeline.spans)
-    assert max(float(x) + float(width) for x, width in boxes) <= float(picture.get("width", 0))
+    pictures = [*ET.fromstring(draw_overview(timeline, width=600)).iter("svg")]
+    assert [float(picture.get("width", 0)) for picture in pictures] == [600, 380]  # the second for phones
+    for picture in pictures:
+        paths = "".join(path.get("d", "") for path in picture.iter("path"))
+        boxes = re.findall(r"M([\d.]+) [\d.]+h([\d.]+)", paths)
+        assert len(boxes) == len(timeline.spans)
+        assert max(float(x) + float(width) for x, width in boxes) <= float(picture.get("width", 0))
 
 
 def test_notes_beside_the_rows_are_not_cut_off(timeline: Timeline):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import colorsys
 import re
 
 import pytest
 
 from meshwright.draw.markup import element
 from meshwright.draw.page import bar, legend, page, paragraph, table
+from meshwright.draw.picture import make_picture_style
 
 
 def test_page_is_one_document_without_external_resources():
@@ -50,3 +52,29 @@ def test_keys_and_bars_show_colours_of_the_style_sheet():
     )
     assert 'style="width:50.0%;background:var(--blue)"' in bar(0.5) and "<b" not in bar(0.5)
     assert 'style="left:33.3%"' in bar(0.5, mark=1 / 3) and bar(0.1, 0.2, colours=("pale", "blue")).count("<i") == 2
+
+
+def compute_luminance(colour: str) -> float:
+    """Relative luminance (WCAG 2.2) of a colour of the style sheet, `#rrggbb` or `hsl(...)`."""
+    if colour.startswith("hsl"):
+        hue, saturation, lightness = map(float, re.findall(r"[\d.]+", colour))
+        rgb = colorsys.hls_to_rgb(hue / 360, lightness / 100, saturation / 100)
+    else:
+        digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+        rgb = tuple(int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4))
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in rgb]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_colours_contrast_with_the_background(dark: bool):
+    """Text at least 4.5 : 1, curves and bars at least 3 : 1 (WCAG 2.2, success criteria 1.4.3 and 1.4.11)."""
+    light, overridden = (
+        dict(re.findall(r"--(\w+): ([^;]+);", block))
+        for block in re.findall(r":root \{(.*?)\}", make_picture_style(), re.DOTALL)
+    )
+    colours = light | overridden if dark else light
+    paper = compute_luminance(colours["paper"]) + 0.05
+    for name in colours.keys() - {"paper", "faint", "grid", "line", "tone"}:
+        low, high = sorted((compute_luminance(colours[name]) + 0.05, paper))
+        assert high / low >= (4.5 if name in ("ink", "dim", "red") else 3.0), name

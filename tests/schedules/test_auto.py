@@ -330,6 +330,15 @@ def test_the_report_names_candidates_winner_and_bound():
     assert found.makespan == found.lower_bound == 25.5 and found.gap == 0
     assert "zb-v" in text and "25.5" in text and "over the memory limit" in text and "bound" in text
     assert [one.name for one in found.candidates if not one.fits]
+    assert text.endswith("equal to the lower bound (25.5)")
+
+
+def test_the_report_calls_equal_makespans_equal():
+    """Sums of durations such as 1.6 are rounded: the makespan may be below its bound by 1e-16."""
+    durations = Durations((1.0, 1.0, 1.0, 1.6), 1.0, 1.0)
+    last = search_schedule(4, 16, durations, 5).explain().splitlines()[-1]
+    assert "-0.00%" not in last and "1.0000" not in last
+    assert ", as fast as the best other named schedule, zb-v; equal to the lower bound (59.1)" in last
 
 
 def test_memory_limit_per_rank_is_respected():

@@ -139,7 +139,9 @@ def test_measurement_on_a_busy_machine_is_reported_and_repeated(asked, tmp_path:
     assert started(DP2) == [] and len(asked) == 3
 
 
-def test_measurement_on_a_busy_machine_is_kept_while_the_machine_is_busy(asked, monkeypatch: pytest.MonkeyPatch):
+def test_measurement_on_a_busy_machine_is_kept_while_the_machine_is_busy(
+    asked, measured_memory, monkeypatch: pytest.MonkeyPatch
+):
     """The next start with idle cores measures again."""
     inner, busy = probe_ranks.probe, [0.9]
 
@@ -155,6 +157,8 @@ def test_measurement_on_a_busy_machine_is_kept_while_the_machine_is_busy(asked, 
         "hardware profile: measured on a busy machine; kept, since other programs use 90% of its cores"
     ]
     assert len(asked) == 1
+    with_memory = started(DP2, compiled=False)
+    assert len(measured_memory) == 1 and sum("kept, since other programs" in line for line in with_memory) == 1
     busy[0] = 0.1
     started(DP2)
     assert len(asked) == 2

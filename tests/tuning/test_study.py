@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,10 @@ def test_page_shows_every_trial_and_orders_keys_by_importance(tmp_path: Path):
     assert all(f"trial {number}: " in text for number in range(20))
     for heading in ("History", "Learning curves", "Importance", "Parallel coordinates", "Slices"):
         assert f"<h2>{heading}</h2>" in text
+    curves = text[text.index("<h2>Learning curves") : text.index("<h2>Importance")]
+    assert all(words in curves for words in ("best trial", "other complete trials", "trials that did not complete"))
+    history = text[text.index("<h2>History") : text.index("<h2>Learning curves")]
+    assert re.findall(r'class="picture" width="(\d+)"', history) == ["760", "380"]
     importance = text[text.index("<h2>Importance") : text.index("<h2>Parallel")]
     assert importance.index("train.warmup") == min(
         importance.index(key) for key in ("train.warmup", "train.learning_rate", "train.betas", "train.optimizer")

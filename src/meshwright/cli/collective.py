@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -104,7 +105,7 @@ def command(
     """
     printed = is_standard_output(program_file, "--program", as_json)
     with result_printer(as_json) as answer:
-        from meshwright.collectives.page import draw_page, draw_picture
+        from meshwright.collectives.page import draw_page, draw_picture, simulate_curves
         from meshwright.comm.api import collective
         from meshwright.program.load import format_program
 
@@ -118,13 +119,14 @@ def command(
         if text:
             from meshwright.draw.buffers_text import draw_buffers_text
 
-            document["drawing"] = draw_buffers_text(report.checked)
+            width = shutil.get_terminal_size((110, 24)).columns
+            document["drawing"] = draw_buffers_text(report.checked, width)
             parts.append(document["drawing"])
-        picture = cache(lambda: draw_picture(report))
+        curves = cache(lambda: simulate_curves(report))
         program_text = None if program_file is None else format_program(report.checked.program, program_file)
         document["files"] = write_files(
-            ("picture", svg, picture),
-            ("page", html, lambda: draw_page(report, picture())),
+            ("picture", svg, lambda: draw_picture(report, curves())),
+            ("page", html, lambda: draw_page(report, curves())),
             ("trace", trace, lambda: json.dumps(_make_chrome_trace(report))),
             ("program", None if printed else program_file, lambda: program_text or ""),
         )

@@ -15,7 +15,7 @@ import click
 from meshwright import __version__
 from meshwright.cli.plumbing import CONTEXT, Group, format_usage_error
 from meshwright.errors import MeshwrightError, ModelWarning, Terminated, UserError, make_out_of_memory_message
-from meshwright.terminal import escape_control_characters, print_message
+from meshwright.terminal import escape_control_characters, print_message, wrap_message
 from meshwright.threads import prepare_process
 
 # Every command with its line in --help; `meshwright.cli.NAME` holds it as `command`.
@@ -183,5 +183,5 @@ def _print_error(reason: str, code: int, kind: str = "error: ") -> int:
     """Print `reason` as one line on standard error, with the prefix `kind`, and return the exit code `code`."""
     line = escape_control_characters(" ".join(reason.split()))  # it may quote an untrusted file
     line = line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 3]}..."
-    click.echo(f"meshwright: {kind}{line}", err=True)
+    click.echo(wrap_message(f"meshwright: {kind}{line}"), err=True)
     return code

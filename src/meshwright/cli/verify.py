@@ -9,7 +9,7 @@ import click
 from meshwright.cli import plumbing
 from meshwright.cli.plumbing import json_option, refuse_overrides, result_printer, split_overrides
 from meshwright.errors import CheckFailed, UserError
-from meshwright.terminal import print_message
+from meshwright.terminal import print_row
 
 if TYPE_CHECKING:
     from meshwright.verification.api import Verification
@@ -70,7 +70,7 @@ def command(
     from meshwright.verification.api import verify
 
     with result_printer(as_json) as answer:
-        found = verify(wanted, model=asked, dtype=dtype, mutate=mutate, thorough=thorough, log=print_message)
+        found = verify(wanted, model=asked, dtype=dtype, mutate=mutate, thorough=thorough, log=print_row)
         answer(found.to_json_dict(), _format_summary(found))
     if not found.passed:
         raise CheckFailed(str(found.failure))

@@ -12,31 +12,39 @@ from meshwright.draw.buffers import draw_buffers
 from meshwright.draw.line_chart import Band, Mark, Plot, Series
 from meshwright.draw.markup import Markup, element
 from meshwright.draw.page import page, paragraph, table
+from meshwright.draw.picture import css_var, draw_for_two_widths
 from meshwright.errors import UserError
 
+_WIDTH = 1000  # pixels
 _FEW_RANKS = 16  # up to this number, slow algorithms are simulated at all sizes
 _COLOURS = ("blue", "orange", "green", "purple", "red", "teal", "yellow", "pink", "grey", "silver")
 
 
-def draw_picture(report: CollectiveReport) -> str:
-    """Return an SVG chart of simulated time over vector size for all algorithms of the report's operation on its
-    network.
-
-    Raises UserError for a barrier, which has no size.
-    """
+def simulate_curves(report: CollectiveReport) -> Curves:
+    """Simulate the time over vector size of all algorithms of the report's operation on its network. Raises UserError
+    for a barrier, which has no size."""
     if report.checked.program.operation == "barrier":
         raise UserError("a barrier moves no bytes, so there is no chart of its time over size")
     requested = report.total_bytes
     least, most = min(SMALLEST, max(requested, 1)), max(LARGEST, requested)
     within = math.inf if report.checked.program.ranks <= _FEW_RANKS else 4.0
-    curves = Curves.simulate(report.chooser, least, most, within)
+    return Curves.simulate(report.chooser, least, most, within)
+
+
+def draw_picture(report: CollectiveReport, curves: Curves) -> str:
+    """Return an SVG file with the chart of time over vector size. curves: result of `simulate_curves`."""
     named = (report.checked.program.algorithm, report.timing.seconds)
-    return draw_crossovers(curves, curves.find_crossovers(), requested or None, named)
+    return draw_crossovers(curves, curves.find_crossovers(), report.total_bytes or None, named)
 
 
 def draw_crossovers(
-    curves: Curves, crossovers: list[Crossover], requested: float | None = None, named: tuple[str, float] | None = None
-) -> str:
+    curves: Curves,
+    crossovers: list[Crossover],
+    requested: float | None = None,
+    named: tuple[str, float] | None = None,
+    width: int = _WIDTH,
+    alone: bool = True,
+) -> Markup:
     """Return an SVG chart of simulated time over vector size, both logarithmic, with a band below that names the
     fastest algorithm. Curves are coloured for algorithms that are the fastest at some size, thin for the other
     algorithms, and dashed for the lower bound.
@@ -44,7 +52,8 @@ def draw_crossovers(
     curves: simulated times of all algorithms. crossovers: sizes at which the fastest algorithm changes. requested: size
     in bytes to mark; None: no mark. named: (algorithm that the user chose, its seconds at the requested size), drawn as
     a dot; the algorithm's curve, if there is one, is emphasized (a program from a file has no curve). None: the user
-    chose no algorithm.
+    chose no algorithm. width: width of the picture in pixels; with the default, each curve has its name at its end,
+    else a legend names the emphasized curves. alone: True for an SVG file, False for a page.
     """
     names = [curves.find_fastest(0), *(crossover.after for crossover in crossovers)]
     colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(dict.fromkeys(names))}
@@ -59,20 +68,28 @@ def draw_crossovers(
         [named[1]] if requested and named else []
     )
     network = curves.chooser.network
-    plot = Plot(
-        _make_bytes_axis(curves.sizes), _make_seconds_axis([value for value in values if value > 0]), 810, 476, top=46
-    )
+    whole = width == _WIDTH
+    axes = _make_bytes_axis(curves.sizes), _make_seconds_axis([value for value in values if value > 0])
+    plot = Plot(*axes, right=width - (190 if whole else 16), bottom=476, top=46)
     title = f"{curves.chooser.operation} on {network.ranks} ranks, {network.name}"
-    plot.picture.add_text(plot.left, 20, title, class_="title")
+    if whole:
+        plot.picture.add_text(plot.left, 20, title, class_="title")
     plot.picture.add_text(plot.left, 37, "seconds over bytes of the vector, simulated", class_="dim")
     for one in series:
         plot.draw_line(one)
-    plot.draw_names(series)
     plot.draw_bands("best", _make_bands(curves, crossovers, colours))
     if requested and curves.sizes[0] <= requested <= curves.sizes[-1]:
         takes = f": {named[0]} takes {format_seconds(named[1])}" if named and named[1] > 0 else ""
-        plot.draw_mark(Mark(requested, format_bytes(requested) + takes, named[1] if named and takes else None))
-    return plot.picture.to_svg(1000, 560, title, alone=True)
+        words = format_bytes(requested) + (takes if whole else "")
+        plot.draw_mark(Mark(requested, words, named[1] if named and takes else None))
+    if whole:
+        plot.draw_names(series)
+        return plot.picture.to_svg(width, 560, title, alone=alone)
+    emphasized = [(one.name, one.colour) for one in series if one.kind in ("named", "thick")]
+    entries = [*emphasized, ("other algorithms", "dim"), ("lower bound, dashed", "ink")]
+    swatches = [(words, {"style": f"fill:{css_var(colour)}"}) for words, colour in entries]
+    end = plot.picture.add_legend(swatches, 8, width - 8, 572)
+    return plot.picture.to_svg(width, end + 8, title, alone=alone)
 
 
 def _list_curve_points(curves: Curves, name: str) -> list[tuple[float, float]]:
@@ -113,11 +130,18 @@ def _make_bands(curves: Curves, crossovers: list[Crossover], colours: dict[str, 
     ]
 
 
-def draw_page(report: CollectiveReport, picture: str) -> str:
-    """Return the HTML page of a report: its numbers, the chart `picture`, and drawings of all ranks' buffers (one
-    buffer per chunk of the vector) after each round, or a note if there are too many buffers to draw. picture: SVG
-    chart of time over vector size."""
+def draw_page(report: CollectiveReport, curves: Curves) -> str:
+    """Return the HTML page of a report: its numbers, a chart of time over vector size, and drawings of all ranks'
+    buffers (one buffer per chunk of the vector) after each round, or a note if there are too many buffers to draw.
+    curves: result of `simulate_curves`."""
     program = report.checked.program
+    named = (program.algorithm, report.timing.seconds)
+    crossovers = curves.find_crossovers()
+
+    def draw(width: int) -> Markup:
+        """Return the chart as an SVG picture `width` pixels wide."""
+        return draw_crossovers(curves, crossovers, report.total_bytes or None, named, width, alone=False)
+
     try:
         subject = f"{program.operation} {program.algorithm}, {program.ranks} ranks"
         buffers = [element("h2", "Round by round: ", subject), draw_buffers(report.checked)]
@@ -134,6 +158,6 @@ def draw_page(report: CollectiveReport, picture: str) -> str:
         choice,
         None if report.crossovers is None else paragraph("C", format_crossovers(report.crossovers)[1:], "."),
         element("h2", "Time over size"),
-        element("div", Markup(picture), class_="wide"),
+        draw_for_two_widths(draw, _WIDTH),
         buffers,
     )

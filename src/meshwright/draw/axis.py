@@ -29,16 +29,24 @@ class Axis:
 
 
 def make_linear_axis(
-    low: float, high: float, title: str = "", *, below: float = 0.0, above: float = 0.0, most: int = 5
+    low: float,
+    high: float,
+    title: str = "",
+    *,
+    below: float = 0.0,
+    above: float = 0.0,
+    most: int = 5,
+    whole: bool = False,
 ) -> Axis:
     """Return a linear axis from `low` to `high` with ticks at round numbers.
 
     title: text beside the axis. below, above: space added below `low` and above `high`, as a fraction of `high` - `low`
     (of max(1, |high|) if `low` equals `high`). An axis that would be empty is extended upwards by max(1, |high|). most:
-    maximum number of intervals between ticks.
+    maximum number of intervals between ticks. whole: True for ticks at whole numbers alone, as for numbers of steps.
     """
     span = high - low or max(1.0, abs(high))
     low, high = low - below * span, (high if high > low or above else low + span) + above * span
+    most = max(1, min(most, int(high - low))) if whole else most
     return Axis(low, high, [(tick, f"{tick:,.9g}") for tick in choose_ticks(low, high, most)], title)
 
 

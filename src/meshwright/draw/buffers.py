@@ -39,7 +39,7 @@ def draw_buffers(checked: CheckedCollective) -> Markup:
     pictures = [_FramePicture(program, frame, cell_width) for frame in drawn]
     width = max(picture.width for picture in pictures)
     held = {cell.origins for frame in drawn for cells in frame.cells for cell in cells if cell.label}
-    size = f"max-width:{round(width * 1.25)}px;--least:{round(width * 0.75)}px"
+    size = f"max-width:{round(width * 1.25)}px;--least:{round(width * 0.85)}px"
     sections = [
         element("section", element("h3", frame.title.capitalize()), picture.draw(width), style=size)
         for frame, picture in zip(drawn, pictures, strict=True)

@@ -11,25 +11,26 @@ from meshwright.program.collective import CollectiveProgram
 _WIDTH = 110
 
 
-def draw_buffers_text(checked: CheckedCollective) -> str:
+def draw_buffers_text(checked: CheckedCollective, width: int = _WIDTH) -> str:
     """Return all ranks' buffers after each round of transfers of a collective program, as text: the round's sends, then
     a table with a line for each rank and a column for each slot (buffer for one chunk of the vector). Slots written in
     the round are in brackets.
 
-    checked: the verified program. Raises `UserError` if the program has too many ranks, slots or rounds to draw.
+    checked: the verified program. width: characters of a line of sends; a table may be wider. Raises `UserError` if the
+    program has too many ranks, slots or rounds to draw.
     """
     program, frames = checked.program, build_frames(checked)
     lines = [f"{program.operation} {program.algorithm} on {program.ranks} ranks: {format_legend(program)}"]
     for frame in frames:
-        lines += ["", frame.title, *_format_arrows(program, frame), *_format_cell_table(program, frame)]
+        lines += ["", frame.title, *_format_arrows(program, frame, width), *_format_cell_table(program, frame)]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def _format_arrows(program: CollectiveProgram, frame: Frame) -> list[str]:
-    """Return the sends and local copies of one round as lines of text, wrapped to `_WIDTH` (110) characters. program:
-    the collective program. frame: snapshot of the buffers after the round, which has these sends and copies."""
+def _format_arrows(program: CollectiveProgram, frame: Frame, width: int) -> list[str]:
+    """Return the sends and local copies of one round as lines of text, wrapped to `width` characters. program: the
+    collective program. frame: snapshot of the buffers after the round, which has these sends and copies."""
     words = [_describe_arrow(program, arrow).replace(" ", "\0") for arrow in frame.arrows]
-    lines = textwrap.wrap("   ".join(words), _WIDTH, initial_indent="  ", subsequent_indent="  ")
+    lines = textwrap.wrap("   ".join(words), width, break_long_words=False, initial_indent="  ", subsequent_indent="  ")
     return [line.replace("\0", " ") for line in lines]
 
 

@@ -2,51 +2,58 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
+from colorsys import hls_to_rgb
 
 from meshwright.draw.axis import make_linear_axis
 from meshwright.draw.markup import Markup, element, format_number
 from meshwright.draw.page import page, paragraph, table
-from meshwright.draw.picture import Picture, read_size
+from meshwright.draw.picture import Picture, draw_for_two_widths, read_size
 from meshwright.draw.text_width import estimate_text_width
 from meshwright.program.timeline import Span, Timeline
 
 # Step kind -> (hue, saturation, lightness) of its colour, and of the second replica's; kinds differ in hue and label.
 COLOURS: dict[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
     "forward": ((214, 60, 46), (265, 42, 52)),
-    "backward": ((24, 74, 46), (350, 50, 50)),
-    "input gradient": ((24, 74, 46), (350, 50, 50)),
-    "weight gradient": ((150, 45, 36), (180, 50, 33)),
-    "all-to-all": ((215, 12, 52), (215, 12, 52)),
+    "backward": ((24, 74, 41), (350, 50, 50)),
+    "input gradient": ((24, 74, 41), (350, 50, 50)),
+    "weight gradient": ((150, 45, 35), (180, 50, 33)),
+    "all-to-all": ((215, 12, 46), (215, 12, 46)),
     "update": ((0, 0, 35), (0, 0, 35)),
     "send": ((214, 60, 46), (214, 60, 46)),
-    "reduce": ((24, 74, 46), (24, 74, 46)),
+    "reduce": ((24, 74, 41), (24, 74, 41)),
 }
+READABLE = 4.5  # least contrast of a label, Web Content Accessibility Guidelines 2.2
 ROW, GAP, STRIP, MARGIN = 26, 6, 9, 14  # pixels; a strip below each row shows its level
+LABEL = 10.5  # font size of a step's label in pixels
 _PAGE = 1160  # width of a page's content in a window of 1200 pixels
 
 
-def draw_svg(timeline: Timeline, width: int = 1200, alone: bool = True, until: float = 0.0) -> Markup:
+def draw_svg(
+    timeline: Timeline, width: int = 1200, alone: bool = True, until: float = 0.0, widen: bool = True
+) -> Markup:
     """Return the Gantt chart of a timeline (steps with start and end, on one track per rank) as SVG; hovering over a
     step shows its name and times.
 
-    width: width in pixels; a chart with many steps is made up to eight times as wide, so that labels are legible.
-    alone: True for an SVG file, with the title above the chart; False to embed it in a page. until: time at which the
-    axis ends, if later than the last step, so that several charts share one scale.
+    width: width in pixels. alone: True for an SVG file, with the title above the chart; False to embed it in a page.
+    until: time at which the axis ends, if later than the last step, so that several charts share one scale. widen: True
+    to make a chart with many steps up to eight times as wide, so that each label fits into its box in one line.
     """
     spans = [span for span in timeline.spans if span.end > span.start]
     notes = 10 + max(map(estimate_text_width, timeline.notes)) if timeline.notes else 0.0
     chart = _Chart(timeline, spans, width - notes, ROW + GAP + (STRIP if timeline.levels else 0))
     chart.end = max(chart.end, until)
-    if spans:
+    if spans and widen:
         shortest = min(span.end - span.start for span in spans)
-        label = max(estimate_text_width(span.label, 10.5) for span in spans)
-        needed = round(chart.end / shortest * (label + 1))
+        needed = math.ceil(chart.end / shortest * (chart.widest + 4))
         chart.plot = min(max(chart.plot, needed), 8 * width)
     total = round(chart.left + chart.plot + notes + MARGIN)
     # The legend stays within `width`; a wider chart scrolls.
     level_name = f"{timeline.level_name}, full height {timeline.highest_level:.4g}" if timeline.levels else ""
     chart.begin(min(total, width) - MARGIN, 41 if alone else 19, level_name)
+    chart.explain_letters()
     if alone:
         chart.picture.add_text(MARGIN, 20, timeline.title, class_="title")
     for track, name in enumerate(timeline.tracks):
@@ -61,11 +68,18 @@ def draw_svg(timeline: Timeline, width: int = 1200, alone: bool = True, until: f
 
 
 def draw_overview(timeline: Timeline, width: int = 1200) -> Markup:
-    """Return a Gantt chart of a timeline with very many steps as SVG, with low rows and without labels.
+    """Return a Gantt chart of a timeline with very many steps for an HTML page, with low rows and without labels: one
+    SVG picture for wide screens, one for a phone's.
 
-    timeline: steps with start and end, on one track per rank. width: width in pixels. The height is at most about 800
-    pixels, more only for over 200 tracks. All steps of one colour are one SVG path, so that 100,000 steps can be shown.
+    timeline: steps with start and end, on one track per rank. width: width of the first picture in pixels. The height
+    is at most about 800 pixels, more only for over 200 tracks. All steps of one colour are one SVG path, so that
+    100,000 steps can be shown.
     """
+    return draw_for_two_widths(lambda wide: _draw_overview(timeline, wide), width)
+
+
+def _draw_overview(timeline: Timeline, width: int) -> Markup:
+    """Return the chart of `draw_overview` as one SVG picture `width` pixels wide."""
     spans = [span for span in timeline.spans if span.end > span.start]
     pitch = max(4, min(ROW + GAP, 800 // max(1, len(timeline.tracks))))
     row = pitch - (GAP if pitch > 12 else 1)
@@ -106,11 +120,33 @@ def draw_page(timeline: Timeline, rows: Sequence[Sequence[str]], summary: str = 
 
 
 def _choose_colour(span: Span) -> tuple[str, bool]:
-    """Return the CSS colour in which the step `span` is drawn, and True if a label on it must be dark to be legible,
-    else False."""
+    """Return the CSS colour in which the step `span` is drawn, and True if a label on it must be black to be legible,
+    else False for a white one."""
     hue, saturation, lightness = COLOURS[span.kind][span.mirrored]
     lightness = round(lightness + 24 * span.shade)
-    return f"hsl({hue} {saturation}% {lightness}%)", lightness > 58
+    white_contrast = 1.05 / (_compute_luminance(hue, saturation, lightness) + 0.05)
+    return f"hsl({hue} {saturation}% {lightness}%)", white_contrast < READABLE
+
+
+def _compute_luminance(hue: int, saturation: int, lightness: int) -> float:
+    """Return the relative luminance of a CSS colour hsl(hue saturation% lightness%), 0 for black to 1 for white (Web
+    Content Accessibility Guidelines 2.2)."""
+    channels = hls_to_rgb(hue / 360, lightness / 100, saturation / 100)
+    red, green, blue = (value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def _split_label(label: str, width: float, widest: float) -> list[str]:
+    """Return the lines in which a step's label is written into a box `width` pixels wide: one; two if only these fit
+    (`F` above `12` for `F12`); none if the box is too narrow. widest: width of the chart's widest label in pixels, so
+    that all boxes of one width look alike.
+    """
+    parts = re.fullmatch(r"([A-Za-z])(\d+[a-z]?)", label)
+    if width >= widest + 4 or (not parts and width >= estimate_text_width(label, LABEL) + 4):
+        return [label]
+    if parts and width >= max(estimate_text_width(part, LABEL) for part in parts.groups()) + 1:
+        return list(parts.groups())
+    return []
 
 
 class _Chart:
@@ -123,6 +159,7 @@ class _Chart:
     Attributes:
         left: x coordinate of time 0 in pixels.
         plot: Length of the time axis in pixels.
+        widest: Width of the widest label of a step in pixels.
     """
 
     def __init__(self, timeline: Timeline, spans: Sequence[Span], width: float, pitch: int) -> None:
@@ -132,6 +169,7 @@ class _Chart:
         self.left = round(MARGIN + 10 + max(map(estimate_text_width, timeline.tracks), default=0.0))
         self.plot = width - self.left - MARGIN
         self.end = timeline.end or 1.0
+        self.widest = max((estimate_text_width(span.label, LABEL) for span in spans), default=0.0)
 
     def begin(self, right: float, baseline: int, level_name: str = "") -> None:
         """Draw the legend above the chart's rows, and set `scale` (pixels per unit of time) and `top` (y coordinate of
@@ -143,6 +181,13 @@ class _Chart:
         """
         self.scale = self.plot / self.end
         self.top = self.picture.add_legend(self._list_legend_entries(level_name), self.left, right, baseline) + 11
+
+    def explain_letters(self) -> None:
+        """Write a line below the legend on the last letter of the steps' labels, if they have one."""
+        if letters := self.timeline.letters:
+            words = ", ".join(f"{letter} {meaning}" for letter, meaning in letters.items())
+            self.picture.add_text(self.left, self.top + 6, f"last letter of a label: {words}", class_="dim small")
+            self.top += 17
 
     def x(self, time: float) -> float:
         """Return the x coordinate, in pixels, of a time (in the unit of the timeline)."""
@@ -196,16 +241,12 @@ class _Chart:
             "rect", title=f"{span.name}: {span.start:g} to {span.end:g}", x=x, y=y, width=max(width - 0.8, 0.3),
             height=height, rx=2, style=f"fill:{fill}",
         )  # fmt: skip
-        size = 10.5 if width >= estimate_text_width(span.label, 10.5) + 4 else 9.0
-        if width >= estimate_text_width(span.label, size) and height >= 10:
-            place = x + width / 2, y + height / 2 + 3.8
-            self.picture.add_text(
-                *place,
-                span.label,
-                "middle",
-                class_="on dark" if dark else "on",
-                style=None if size > 9 else "font-size:9px",
-            )
+        lines = _split_label(span.label, width, self.widest)
+        if height < LABEL * len(lines):
+            return
+        middle, first = x + (width - 0.8) / 2, y + height / 2 + 3.8 - 5.5 * (len(lines) - 1)
+        for number, line in enumerate(lines):
+            self.picture.add_text(middle, first + 11 * number, line, "middle", class_="on dark" if dark else "on")
 
     def draw_levels(self) -> None:
         """Draw below each track's row a strip with a quantity over time, such as saved activations. The scale is the
@@ -225,8 +266,10 @@ class _Chart:
             )  # fmt: skip
 
     def draw_axis(self) -> float:
-        """Draw the time axis below the rows; return the height of the whole picture in pixels."""
+        """Draw the time axis below the rows, with its title at the left; return the height of the whole picture in
+        pixels."""
         y = self.y(len(self.timeline.tracks))
+        self.picture.add_text(MARGIN, y + 17, self.timeline.time_title, class_="dim axis")
         self.picture.add_line((self.left, y), (self.x(self.end), y), "line")
         for tick, _ in make_linear_axis(0.0, self.end, most=max(1, int(self.plot / 63))).ticks:
             self.picture.add_line((self.x(tick), y), (self.x(tick), y + 4), "line")

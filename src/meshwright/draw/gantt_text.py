@@ -4,6 +4,7 @@ width."""
 from __future__ import annotations
 
 import math
+import textwrap
 
 from meshwright.program.timeline import Span, Timeline
 
@@ -39,7 +40,7 @@ def draw_text(timeline: Timeline, width: int = 100) -> str:
             cells = cells[:-1] + "|"
         rows[span.track, span.lane][first:last] = list(cells)
     room = max(20, width - prefix - 1)
-    lines = [timeline.title]
+    lines = textwrap.wrap(timeline.title, width, break_long_words=False, break_on_hyphens=False)
     bands = math.ceil(columns / room)
     last = columns - (bands - 1) * room
     beside = prefix + 1 + last + 2 + max(map(len, timeline.notes), default=0) <= width  # else below

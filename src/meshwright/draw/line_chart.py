@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from meshwright.draw.axis import Axis
 from meshwright.draw.markup import Markup, element, format_number
-from meshwright.draw.picture import Picture, css_var
+from meshwright.draw.picture import Picture, css_var, draw_for_two_widths
 from meshwright.draw.text_width import estimate_text_width
 
 MAX_MARKED = 40
@@ -91,13 +91,13 @@ class Plot:
         free = -math.inf
         for value, label in self.x_axis.ticks:
             at, half = self.x(value), estimate_text_width(label) / 2
-            if at - half < free:
+            place = max(half, min(at, self.right + 14 - half))  # inside the picture
+            if place - half < free:
                 continue
             if self.x_axis.logarithmic:
                 self.picture.add_line((at, self.top), (at, self.bottom), "grid")
-            place = min(at, self.right + 14 - half)  # inside the picture
             self.picture.add_text(place, self.bottom + 17, label, "middle", class_="dim")
-            free = at + half + 6
+            free = place + half + 6
         if self.x_axis.title:
             middle = (self.left + self.right) / 2
             self.picture.add_text(middle, self.bottom + 36, self.x_axis.title, "middle", class_="dim")
@@ -138,7 +138,8 @@ class Plot:
         self.picture.add_text(x + offset, self.top + 12, mark.words, anchor, class_="halo")
 
     def draw_names(self, series: Sequence[Series]) -> None:
-        """Write the name of each series to the right of its last point; names of lines that end close together are
+        """Write the name of each series to the right of its last point, with a line to it, in the curve's colour if the
+        curve is emphasized (text in that colour would be hard to read); names of lines that end close together are
         moved apart. A series that ends before the right edge of the plot gets no name."""
         ends = sorted(
             (self.y(one.points[-1][1]), index)
@@ -147,12 +148,10 @@ class Plot:
         )
         for (at, index), place in zip(ends, spread_labels([at for at, _ in ends], self.bottom), strict=True):
             one = series[index]
-            self.picture.add_line((self.right + 1, at), (self.right + 16, place), "lead")
             strong = one.kind in ("thick", "named")
-            style = f"fill:{css_var(one.colour)}" if strong else None
-            self.picture.add_text(
-                self.right + 20, place + 4, one.name, class_="strong" if strong else "dim", style=style
-            )
+            style = f"stroke:{css_var(one.colour)};stroke-opacity:1;stroke-width:2.6" if strong else None
+            self.picture.add("line", x1=self.right + 1, y1=at, x2=self.right + 16, y2=place, class_="lead", style=style)
+            self.picture.add_text(self.right + 20, place + 4, one.name, class_="strong" if strong else "dim")
 
     def draw_hover(self, series: Sequence[Series], name: str) -> None:
         """Cover the plot with transparent columns, one for each x value of the series (for every n-th x value if the x
@@ -194,10 +193,10 @@ class Plot:
         self.picture.add_text(self.left - 8, top + 14, name, "end", class_="dim")
         for band in bands:
             end = self.x(band.end)
-            style = f"fill:{css_var(band.colour)}"
+            style = f"fill:{css_var(band.colour)};fill-opacity:.4"  # legible below a name in light and dark mode
             self.picture.add("rect", title=band.title, x=start, y=top, width=end - start, height=STRIP, style=style)
-            if end - start > estimate_text_width(band.name, 10.5) + 4:
-                self.picture.add_text((start + end) / 2, top + 14, band.name, "middle", class_="on")
+            if end - start > estimate_text_width(band.name, 11) + 4:
+                self.picture.add_text((start + end) / 2, top + 14, band.name, "middle", class_="small")
             if band.until and end - last > estimate_text_width(band.until) + 10:
                 last = end
                 self.picture.add_line((end, top + STRIP), (end, top + STRIP + 5), "lead")
@@ -243,8 +242,7 @@ def draw_lines(
             plot.draw_hover(series, hover)
         return plot.picture.to_svg(width, end + 5, y_axis.title or x_axis.title)
 
-    widths = (("broad", 760), ("slim", 380))
-    return element("div", [element("div", draw(width), class_=name) for name, width in widths], class_="chart")
+    return draw_for_two_widths(draw, 760)
 
 
 def spread_labels(places: Sequence[float], limit: float) -> list[float]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib.resources import files
 
 from meshwright.draw.markup import Markup, element, join
 from meshwright.draw.text_width import estimate_text_width
+
+SLIM = 380
+"""Width in pixels of a picture for a phone's screen."""
 
 
 class Picture:
@@ -81,6 +84,13 @@ def stack_pictures(pictures: Sequence[tuple[str, Markup]], label: str, gap: floa
         whole.parts.append(element("g", drawn, transform=f"translate(0 {y + 26:g})"))
         widest, y = max(widest, width), y + 26 + height + gap
     return whole.to_svg(widest, y, label, alone=True)
+
+
+def draw_for_two_widths(draw: Callable[[int], Markup], broad: int, slim: int = SLIM) -> Markup:
+    """Return an HTML box with two SVG pictures of the same content, of which the style sheet shows one: the second on
+    screens as narrow as a phone's. draw: draws the picture at a width in pixels. broad, slim: widths of the two."""
+    pictures = [element("div", draw(width), class_=name) for name, width in (("broad", broad), ("slim", slim))]
+    return element("div", pictures, class_="chart")
 
 
 def read_size(drawn: Markup) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from meshwright.collectives.library import generate
 from meshwright.draw.bars import draw_stacked_bars
 from meshwright.draw.gantt import draw_svg
 from meshwright.draw.markup import Markup
-from meshwright.draw.picture import Picture, css_var, read_size, stack_pictures
+from meshwright.draw.picture import Picture, css_var, stack_pictures
 from meshwright.gallery.diagrams import draw_arrow
 from meshwright.planner.memory.published import state_bytes
 from meshwright.program.buffer_frames import LETTERS, Frame, build_frames
@@ -16,6 +16,7 @@ from meshwright.program.check_collective import check_collective
 from meshwright.schedules.api import StepDurations, schedule
 from meshwright.schedules.report import ScheduleReport
 
+PAGE_WIDTH = 900  # pixels; no more than a page of the documentation has, so that labels are not shrunk
 RANK_COLOURS = ("blue", "orange", "purple", "teal")
 STATE_COLOURS = {"parameters": "blue", "gradients": "orange", "optimizer states": "purple"}
 
@@ -131,8 +132,7 @@ def draw_schedules(*names: str, ranks: int = 4, micro_batches: int = 8) -> Marku
     reports = [schedule(name, ranks, micro_batches, **durations) for name in names]
     until = max(float(report.timing.makespan) for report in reports)
     timelines = [replace(report.timeline(), notes=()) for report in reports]
-    width = max(read_size(draw_svg(one, 900, alone=False, until=until))[0] for one in timelines)
-    charts = [draw_svg(one, round(width), alone=False, until=until) for one in timelines]
+    charts = [draw_svg(one, PAGE_WIDTH, alone=False, until=until, widen=False) for one in timelines]
     return stack_pictures(
         list(zip(map(format_heading, reports), charts, strict=True)), f"pipeline schedules: {', '.join(names)}"
     )
@@ -143,7 +143,7 @@ def format_heading(report: ScheduleReport) -> str:
     makespan, bubble, peak activations.
     """
     program, timing = report.program, report.timing
-    chunks = f", {program.chunks} chunks per rank" if program.chunks > 1 else ""
+    chunks = f", {program.chunks} chunks" if program.chunks > 1 else ""
     low, high = timing.peak_activations.min(), timing.peak_activations.max()
     peaks = f"{low:g}" if low == high else f"{low:g} to {high:g}"
     return (

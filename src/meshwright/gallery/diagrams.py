@@ -48,7 +48,7 @@ def draw_box(
     picture.add("rect", x=x, y=y, width=width, height=height, rx=6, style=style)
     first = y + height / 2 + 4 - 8 * (len(lines) - 1)
     for number, line in enumerate(lines):
-        kind = "dim small" if number else "strong"
+        kind = "small" if number else "strong"
         picture.add_text(x + width / 2, first + 16 * number, line, "middle", class_=kind)
 
 
@@ -160,7 +160,7 @@ def draw_layout_axes() -> Markup:
                 picture.add_text(x + cell / 2 - 1, y + 20, str(rank), "middle", class_="strong")
                 place = layout.coordinates(rank)
                 words = ",".join(str(place[one]) for one in AXES)
-                picture.add_text(x + cell / 2 - 1, y + 37, words, "middle", class_="dim small")
+                picture.add_text(x + cell / 2 - 1, y + 37, words, "middle", class_="small")
     bottom = 80 + 2 * (layout.pp * cell + 44)
     return picture.to_svg(28 + 2 * width + 40, bottom - 12, f"process groups of the layout {layout}", alone=True)
 

@@ -38,15 +38,17 @@ class Table:
 @dataclass(frozen=True)
 class Figure:
     """Step of a worked example: a picture. name: name of the picture's file in docs/pictures, without ".svg". caption:
-    line below the picture. draw: function that returns the picture as SVG. drawing: version of the picture as text for
-    a terminal, empty if there is none."""
+    line below the picture. draw: function that returns the picture as SVG. draw_text: function that returns the picture
+    as text for a terminal with the given number of columns, None if there is none."""
 
     name: str
     caption: str
     draw: Callable[[], Markup]
-    drawing: str = ""
+    draw_text: Callable[[int], str] | None = None
 
 
+COLUMNS = 78
+"""Width of a picture as text in characters, where it is not for a terminal."""
 _NUMBER = re.compile(r"[+\-−]?\d")
 _VECTOR = re.compile(r"\S+ (\S+ )?[-\d]")  # 1 20 300; or a formula such as 2 bytes × 175
 
@@ -76,11 +78,13 @@ class ExampleWriter:
         cells = tuple(tuple(map(format_cell, row)) for row in rows)
         self.steps.append(Table(title, tuple(head), cells))
 
-    def add_figure(self, name: str, caption: str, draw: Callable[[], Markup], drawing: str = "") -> None:
+    def add_figure(
+        self, name: str, caption: str, draw: Callable[[], Markup], draw_text: Callable[[int], str] | None = None
+    ) -> None:
         """Append a `Figure` to the steps. name: name of the picture's file in docs/pictures, without ".svg". caption:
-        line below the picture. draw: function that returns the picture as SVG. drawing: version as text for a terminal,
-        empty if there is none."""
-        self.steps.append(Figure(name, caption, draw, drawing))
+        line below the picture. draw: function that returns the picture as SVG. draw_text: function that returns it as
+        text for a terminal with the given number of columns, None if there is none."""
+        self.steps.append(Figure(name, caption, draw, draw_text))
 
     def record_result(self, name: str, value: float) -> None:
         """Record the result `value` of the example. name: name of the result with its unit or quantity, such as "bytes
@@ -133,7 +137,8 @@ def _step_to_json(step: Step) -> dict[str, Any]:
         return {"kind": "text", "text": step.words}
     if isinstance(step, Table):
         return {"kind": "table", "title": step.title, "head": step.head, "rows": step.rows}
-    return {"kind": "figure", "picture": f"{step.name}.svg", "caption": step.caption, "drawing": step.drawing or None}
+    drawing = step.draw_text(COLUMNS) if step.draw_text else None
+    return {"kind": "figure", "picture": f"{step.name}.svg", "caption": step.caption, "drawing": drawing}
 
 
 def format_cell(value: object) -> str:

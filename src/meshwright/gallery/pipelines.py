@@ -72,9 +72,11 @@ def _show_schedule(writer: ExampleWriter, name: str, picture: str) -> ScheduleRe
     """
     report = schedule(name, RANKS, MICRO_BATCHES)
     names = ("1f1b", "interleaved") if picture == "schedules-1f1b" else (name,)
-    drawing = draw_text(report.timeline(), 78)
     writer.add_figure(
-        picture, f"{name}: which micro-batch each rank computes when", partial(draw_schedules, *names), drawing
+        picture,
+        f"{' and '.join(names)}: which micro-batch each rank computes when",
+        partial(draw_schedules, *names),
+        partial(draw_text, report.timeline()),
     )
     timing = report.timing
     makespan, busy = float(timing.makespan), float(timing.busy.mean())

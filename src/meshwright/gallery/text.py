@@ -5,12 +5,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 
-from meshwright.gallery.explanation import Explanation, Figure, Step, Table, Text
+from meshwright.gallery.explanation import COLUMNS, Explanation, Figure, Step, Table, Text
 
 
 def render_text(explanation: Explanation, width: int = 80) -> str:
     """Return the worked example `explanation` as text for a terminal, in lines of at most `width` characters (longer
-    only for a long word, command or drawing).
+    only for a long word or command).
     """
     parts = [explanation.title, "=" * min(len(explanation.title), width)]
     parts += [_wrap(f"Published: {explanation.published}", width), _wrap(f"Source: {explanation.source}", width)]
@@ -50,7 +50,8 @@ def _render_step(step: Step, width: int) -> str:
     if isinstance(step, Table):
         return _wrap(step.title, width) + "\n" + _render_table(step, width)
     assert isinstance(step, Figure)
-    return _wrap(f"[{step.caption}; --svg FILE writes the picture]", width) + f"\n{step.drawing}" * bool(step.drawing)
+    drawing = f"\n{step.draw_text(min(width, COLUMNS))}" if step.draw_text else ""
+    return _wrap(f"[{step.caption}; --svg FILE writes the picture]", width) + drawing
 
 
 def _render_table(table: Table, width: int) -> str:

@@ -116,6 +116,8 @@ class Journal:
         if self.leader:
             for line in prediction.format_lines() if done < self.recipe.train.steps else ():
                 self.log(line)
+            if self.recipe.train.compile and done < self.recipe.train.steps:
+                self.log(f"compiling during step {done + 1}, which takes longer than the others (train.compile)")
             self._queue_for_trackers(done + 1, {"predicted": prediction.to_json_dict()})
         self.progress.begin(done)
         self.memory.begin()

@@ -28,7 +28,8 @@ def draw_run(lines: Lines) -> Iterator[Markup]:
     """Yield the headings and charts of one run: loss, throughput, learning rate, gradient norm, memory, time by phase.
     lines: step lines of metrics.jsonl."""
     work, training = find_throughput_unit(lines), select_points(lines, "loss")
-    losses = [Series("training", training, "pale"), Series("training, smoothed", smooth(training), "blue", dots=True)]
+    smoothed = Series("training, smoothed", smooth(training), "blue", "thick", dots=True)
+    losses = [Series("training", training, "pale", "thin"), smoothed]
     if validation := select_points(lines, "validation_loss"):
         losses.append(Series("validation", validation, "orange", dots=True))
     yield element("h2", "Loss")
@@ -123,7 +124,7 @@ def draw_step_chart(series: Sequence[Series], unit: str, *, from_zero: bool = Fa
         return paragraph("No finite values.")
     steps, values = ([point[at] for point in points] for at in (0, 1))
     low = min([0.0] * from_zero + values)
-    across = make_linear_axis(min(steps), max(steps), most=8)
+    across = make_linear_axis(min(steps), max(steps), most=8, whole=True)
     return draw_lines(
         across, make_linear_axis(low, max(values), f"step; {unit}", below=0.0 if from_zero else 0.04, above=0.04),
         [one for one in series if one.points], hover="step", legend=legend,

@@ -20,6 +20,12 @@ WORDS = {
     Kind.UPDATE: "update",
 }
 
+COMPONENT_WORDS = {
+    Component.ATTENTION: "attention",
+    Component.DISPATCH: "dispatch",
+    Component.MLP: "MLP",
+    Component.COMBINE: "combine",
+}
 ALL_TO_ALL = (Component.DISPATCH, Component.COMBINE)
 
 
@@ -75,6 +81,8 @@ class Timeline:
         levels: {track index: curve of a quantity over time, as pairs (time, value from that time on)}.
         level_name: Name of the quantity of `levels`, such as `activations`.
         notes: One text per track, drawn beside it.
+        letters: {last letter of a label: its meaning}, for the legend; empty if labels have no such letter.
+        time_title: Title of the time axis, such as its unit.
     """
 
     title: str
@@ -84,6 +92,8 @@ class Timeline:
     levels: Mapping[int, Sequence[tuple[float, float]]] = field(default_factory=dict)
     level_name: str = ""
     notes: tuple[str, ...] = ()  # one per track, drawn next to it
+    letters: Mapping[str, str] = field(default_factory=dict)
+    time_title: str = "time"
 
     @property
     def end(self) -> float:
@@ -153,8 +163,10 @@ def build_pipeline_timeline(
         if rank != peer:
             arrows.append(Arrow(rank, start[index], peer, end[index], program.describe(index)))
     tracks = tuple(f"rank {rank}" for rank in range(program.ranks))
-    title = f"{program.name}, {program.ranks} ranks, {program.micro_batches} micro-batches"
-    return Timeline(title, tracks, spans, arrows, levels or {}, "activations", tuple(notes))
+    chunks = f", {program.chunks} chunks per rank" if program.chunks > 1 else ""
+    title = f"{program.name}, {program.ranks} ranks, {program.micro_batches} micro-batches{chunks}"
+    letters = {_find_letter(part): COMPONENT_WORDS[Component(part)] for part in sorted(set(columns[5]) - {0})}
+    return Timeline(title, tracks, spans, arrows, levels or {}, "activations", tuple(notes), letters)
 
 
 class StepNames:
@@ -189,11 +201,16 @@ class StepNames:
         letter, word = LETTERS[Kind(kind)], WORDS[Kind(kind)]
         if self.find_chunk(stage, replica):
             letter = letter.lower()
-        label = letter + str(micro_batch) + (Component(part).name.lower()[0] if part else "")
+        label = letter + str(micro_batch) + (_find_letter(part) if part else "")
         name = f"{word} of micro-batch {micro_batch}, stage {stage}"
         if part:
-            name = f"{Component(part).name.lower()} in the {name}"
+            name = f"{COMPONENT_WORDS[Component(part)]} in the {name}"
         return label, name + (f" of replica {replica}" if self._replicas > 1 else "")
+
+
+def _find_letter(part: int) -> str:
+    """Return the last letter of the label of a step that computes one component of its layers. part: a `Component`."""
+    return COMPONENT_WORDS[Component(part)][0].lower()
 
 
 def build_collective_timeline(

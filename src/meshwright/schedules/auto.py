@@ -109,9 +109,12 @@ class SearchResult:
         won = f"{self.winner.name} wins: makespan {self.makespan:.6g}"
         if others:
             ratio = others[0].makespan / self.makespan if self.makespan else 1.0
-            won += f", {ratio:.4f} times as fast as the best other named schedule, {others[0].name}"
+            faster = f"{ratio:.4f} times as fast as" if ratio > 1.00005 else "as fast as"
+            won += f", {faster} the best other named schedule, {others[0].name}"
         if self.gap is not None:
-            won += f"; at most {100 * self.gap:.2f}% above the lower bound ({self.lower_bound:.6g})"
+            optimal = self.gap < 5e-5  # rounding errors of sums of durations
+            above = "equal to" if optimal else f"at most {100 * self.gap:.2f}% above"
+            won += f"; {above} the lower bound ({self.lower_bound:.6g})"
         return "\n".join([*lines, won])
 
 

@@ -146,7 +146,7 @@ class ScheduleReport:
         columns = (timing.busy, timing.idle, timing.peak_activations, timing.weight_copies, timing.messages_sent)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         heads = ["rank", "busy", "idle", "peak activations", "weight copies", "messages sent"]
-        return [heads, *([str(rank), *(f"{value:.6g}" for value in row)] for rank, row in enumerate(rows))]
+        return [heads, *([str(rank), *map(_format_figure, row)] for rank, row in enumerate(rows))]
 
 
 def schedule(
@@ -208,6 +208,11 @@ def _split_parts(parts: Sequence[float], chunks: int, transfer: ArrayLike) -> Co
     attention, dispatch, mlp, combine = (part / chunks for part in parts)
     forward = (attention, dispatch, mlp, combine)
     return ComponentDurations(forward, forward, (attention, mlp), float(transfer))
+
+
+def _format_figure(value: float) -> str:
+    """Return a number as text: all digits before the decimal point, at least four digits in all."""
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
 
 
 def _format_range(values: list[float]) -> str:

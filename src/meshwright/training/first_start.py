@@ -155,9 +155,9 @@ def measure_first_start(
         fastest = read_fastest_precision(threads)
         return None if fastest is None else (fastest,)
 
-    def profile_known() -> bool:
+    def profile_known(log: Callable[[str], None]) -> bool:
         """Return True if the stored hardware profile (measured machine speeds) covers these ranks, threads, precisions
-        and axes."""
+        and axes. log: called with a line if that profile was disturbed."""
         if _read_probed_cluster(ranks, threads) is not None:
             return True
         wanted = precisions()
@@ -171,12 +171,14 @@ def measure_first_start(
         return [each for each in keys if each.read() is None]
 
     with _log_failure("hardware measurement failed", log):
-        if profile_known() and not unmeasured():
+        if profile_known(log) and not unmeasured():
             return
         with measurement_lock(log):
             # Another process may have measured in the meantime.
             profile = (
-                None if profile_known() or not _may_repeat(key.path, log) else _ProfileRequest(key, precisions(), axes)
+                None
+                if profile_known(lambda line: None) or not _may_repeat(key.path, log)
+                else _ProfileRequest(key, precisions(), axes)
             )
             memory = unmeasured()
             if memory and not _may_repeat(memory[0].path, log):

@@ -12,7 +12,7 @@ from meshwright.draw.line_chart import Plot, Series
 from meshwright.draw.markup import Content, Markup, element
 from meshwright.draw.page import bar, legend, page, paragraph, table
 from meshwright.draw.parallel_coordinates import Item, draw_parallel_coordinates
-from meshwright.draw.picture import css_var
+from meshwright.draw.picture import css_var, draw_for_two_widths
 from meshwright.monitoring.report import write_page as write_html
 from meshwright.recipe import Dimension
 from meshwright.toml import format_toml_value
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 LISTED = 20
 """Maximum number of trials in the page's table."""
+WIDTH = 760
+"""Width in pixels of a chart on a wide screen."""
 _COLOURS = {"COMPLETE": "blue", "PRUNED": "silver", "FAIL": "red", "RUNNING": "orange"}
 _NAMES = {"COMPLETE": "complete", "PRUNED": "pruned, its last loss", "RUNNING": "running, its last loss"}
 
@@ -59,7 +61,7 @@ def _format_parts(study: Study) -> Iterator[Content]:
     yield element("h2", "History")
     yield from _draw_history(shown)
     yield element("h2", "Learning curves")
-    yield _draw_curves(shown)
+    yield from _draw_curves(shown)
     yield from _draw_importance(study, complete)
     dimensions = study.recipe.tune.dimensions
     yield element("h2", "Parallel coordinates")
@@ -127,18 +129,25 @@ def _draw_history(trials: Sequence[FrozenTrial]) -> Iterator[Content]:
     chart's legend."""
     y_axis = _make_loss_axis(trials)
     last = max(trial.number for trial in trials)
-    plot = Plot(make_linear_axis(0, max(last, 1), "trial", most=10), y_axis, right=744, bottom=234)
     best, steps = math.inf, list[tuple[float, float]]()
     for trial in trials:
-        _draw_dot(plot, trial.number, _get_loss(trial), trial)
         if trial.state.name == "COMPLETE" and _get_loss(trial) < best:
             if steps:
                 steps.append((trial.number, best))
             best = _get_loss(trial)
             steps.append((trial.number, best))
-    if steps:
-        plot.draw_line(Series("best so far", [*steps, (last, best)], "orange"))
-    yield plot.picture.to_svg(760, 280, "validation loss of each trial")
+
+    def draw(width: int) -> Markup:
+        """Return the chart as an SVG picture `width` pixels wide."""
+        across = make_linear_axis(0, max(last, 1), "trial", most=min(10, width // 60), whole=True)
+        plot = Plot(across, y_axis, right=width - 16, bottom=234)
+        for trial in trials:
+            _draw_dot(plot, trial.number, _get_loss(trial), trial)
+        if steps:
+            plot.draw_line(Series("best so far", [*steps, (last, best)], "orange"))
+        return plot.picture.to_svg(width, 280, "validation loss of each trial")
+
+    yield draw_for_two_widths(draw, WIDTH)
     states = dict.fromkeys(trial.state.name for trial in trials)
     yield legend([*((_NAMES.get(name, "failed, its last loss"), _COLOURS[name]) for name in states),
                   ("best so far", "orange")])  # fmt: skip
@@ -152,9 +161,9 @@ def _draw_dot(plot: Plot, x: float, loss: float, trial: FrozenTrial) -> None:
                      style=f"fill:{css_var(_COLOURS.get(trial.state.name, 'grey'))}")  # fmt: skip
 
 
-def _draw_curves(trials: Sequence[FrozenTrial]) -> Markup:
-    """Return the chart of the validation losses of all trials over their steps, one curve each; the curve of the best
-    trial is thick."""
+def _draw_curves(trials: Sequence[FrozenTrial]) -> Iterator[Content]:
+    """Yield the chart of the validation losses of all trials over their steps, one curve each, and then the chart's
+    legend; the curve of the best trial is thick."""
     y_axis = _make_axis([loss for trial in trials for loss in trial.intermediate_values.values()], "validation loss")
     best = min(trials, key=lambda trial: (trial.state.name != "COMPLETE", _get_loss(trial)))
     ordered = [trial for trial in trials if trial is not best and trial.intermediate_values] + [best]
@@ -162,16 +171,25 @@ def _draw_curves(trials: Sequence[FrozenTrial]) -> Markup:
         Series(
             f"trial {trial.number}",
             [(step, min(loss, y_axis.high)) for step, loss in sorted(trial.intermediate_values.items())],
-            "orange" if trial is best else "pale" if trial.state.name == "COMPLETE" else "silver",
+            "orange" if trial is best else "blue" if trial.state.name == "COMPLETE" else "silver",
             "thick" if trial is best else "thin",
         )
         for trial in ordered
     ]
     steps = [step for one in series for step, _ in one.points]
-    plot = Plot(make_linear_axis(min(0, *steps), max(steps), "step", most=8), y_axis, right=744, bottom=234)
-    for one in series:
-        plot.draw_line(one)
-    return plot.picture.to_svg(760, 280, "validation loss over the steps of each trial")
+
+    def draw(width: int) -> Markup:
+        """Return the chart as an SVG picture `width` pixels wide."""
+        across = make_linear_axis(min(0, *steps), max(steps), "step", most=min(8, width // 60), whole=True)
+        plot = Plot(across, y_axis, right=width - 16, bottom=234)
+        for one in series:
+            plot.draw_line(one)
+        return plot.picture.to_svg(width, 280, "validation loss over the steps of each trial")
+
+    yield draw_for_two_widths(draw, WIDTH)
+    named = {"orange": "best trial", "blue": "other complete trials", "silver": "trials that did not complete"}
+    drawn = {one.colour for one in series}
+    yield legend([(words, colour) for colour, words in named.items() if colour in drawn])
 
 
 def _draw_importance(study: Study, complete: Sequence[FrozenTrial]) -> Iterator[Content]:
@@ -239,8 +257,13 @@ def _draw_parallel(study: Study, dimensions: Sequence[Dimension], trials: Sequen
 def _draw_slice(study: Study, dimension: Dimension, trials: Sequence[FrozenTrial]) -> Markup:
     """Return the scatter chart of the trials' losses over their values of one searched key (`dimension`). study: the
     study."""
-    plot = Plot(_make_value_axis(dimension, dimension.key), _make_loss_axis(trials), right=744, bottom=174)
-    for trial in trials:
-        if (place := _compute_coordinate(study, dimension, trial)) is not None:
-            _draw_dot(plot, place, _get_loss(trial), trial)
-    return plot.picture.to_svg(760, 220, f"validation loss over {dimension.key}")
+
+    def draw(width: int) -> Markup:
+        """Return the chart as an SVG picture `width` pixels wide."""
+        plot = Plot(_make_value_axis(dimension, dimension.key), _make_loss_axis(trials), right=width - 16, bottom=174)
+        for trial in trials:
+            if (place := _compute_coordinate(study, dimension, trial)) is not None:
+                _draw_dot(plot, place, _get_loss(trial), trial)
+        return plot.picture.to_svg(width, 220, f"validation loss over {dimension.key}")
+
+    return draw_for_two_widths(draw, WIDTH)

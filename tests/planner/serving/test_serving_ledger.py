@@ -21,6 +21,7 @@ from meshwright.spec.refuse import serving_layout
 
 SIZES = ServingSizes(token_budget=512, max_sequences=32, max_length=2048, dtype="bfloat16")
 MIB = 2**20
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": MIB, "GiB": 2**30}
 
 
 def test_llama_3_8b_in_bfloat16_has_the_published_sizes():
@@ -85,6 +86,15 @@ def test_kv_blocks_fill_the_memory_of_all_ranks():
     assert document["kv_bytes_per_token"] * 16 == 2 * ledger.stages[0].kv_block
     assert sum(ledger.items().values()) == ledger.total
     assert len(bill_text(ledger)) == len(ledger.items()) + 1
+
+
+def test_sizes_of_a_small_model_are_printed_in_a_unit_that_shows_them():
+    ledger = fill_memory(serving_ledger(preset("llama-tiny"), Layout(), SIZES), 2**30)
+    lines = bill_text(ledger, [ledger.items()])
+    for line, (name, size) in zip(lines, ledger.items().items(), strict=False):
+        found, value, unit, *rest = line.split()
+        assert found == name and float(value.replace(",", "")) * UNITS[unit] == pytest.approx(size, rel=5.1e-3)
+        assert rest == (["measured", value, unit, "(+0.0%)"] if size else [])
 
 
 def test_sliding_window_in_half_of_the_layers_allows_more_sequences():

@@ -48,7 +48,10 @@ def _render_sections(report: Mapping[str, Any], shown: Mapping[str, Any] | None)
     counts = report["occur_at_least"].items()
     yield table(
         ("at least", "tokens", "of all", ""),
-        [(f"{int(least):,} times", f"{n:,}", f"{n / whole:.0%}", draw.bar(n / whole)) for least, n in counts],
+        [
+            (f"{int(least):,} time{'s' * (int(least) != 1)}", f"{n:,}", f"{n / whole:.0%}", draw.bar(n / whole))
+            for least, n in counts
+        ],
     )
     for title, key in (("The most frequent", "most_frequent"), ("The longest", "longest")):
         yield element("h2", title)

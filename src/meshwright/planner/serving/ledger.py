@@ -388,13 +388,13 @@ def fill_memory(ledger: ServingLedger, budget: int, most_blocks: int | None = No
 
 
 def bill_text(ledger: ServingLedger, measured: Sequence[dict[str, int]] = ()) -> list[str]:
-    """Return the ledger as lines of text: GiB by item over all ranks, predicted and, if given, measured. measured:
+    """Return the ledger as lines of text: size by item over all ranks, predicted and, if given, measured. measured:
     bytes by item of each rank."""
     found = {name: sum(rank.get(name, 0) for rank in measured) for name in ledger.items()} if measured else {}
     lines = []
     for name, size in {**ledger.items(), "total": ledger.total}.items():
-        line = f"  {name:<14}{size / GIB:>10.3f} GiB"
+        line = f"  {name:<14}{format_bytes(size):>12}"
         if found.get(name):
-            line += f"   measured {found[name] / GIB:.3f} GiB ({size / found[name] - 1:+.1%})"
+            line += f"   measured {format_bytes(found[name])} ({size / found[name] - 1:+.1%})"
         lines.append(line)
     return lines

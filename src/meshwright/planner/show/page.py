@@ -1,4 +1,4 @@
-"""HTML page of a plan: best layouts, memory against time, time by part, memory of each stage, the pipeline."""
+"""HTML page of a plan: best layouts, memory against time, time by part, memory of each rank, the pipeline."""
 
 from __future__ import annotations
 
@@ -79,6 +79,7 @@ def _search(result: SearchResult, least: Nearest | None) -> Iterator[Markup]:
         yield table(("layout", "step", "memory", "fits with"), larger)
     yield element("h2", "Memory against time")
     yield memory_time_scatter(result, result.best or ([least.least] if least else []))
+    yield paragraph(f"Grey: a sample of all layouts. Orange: the {'best' if result.best else 'smallest'}.", muted=True)
 
 
 def _best(result: SearchResult) -> Markup:
@@ -89,7 +90,7 @@ def _best(result: SearchResult) -> Markup:
 
 
 def _layout(estimate: Estimate) -> Iterator[Markup]:
-    """Yield the page's sections on one layout: time by part, memory of each stage, largest tensors, pipeline."""
+    """Yield the page's sections on one layout: time by part, memory of each rank, largest tensors, pipeline."""
     time, problem, room = estimate.time, estimate.problem, estimate.problem.usable_bytes
     yield element("h2", str(estimate.layout))
     yield paragraph(text.step_text(estimate))
@@ -107,7 +108,7 @@ def _layout(estimate: Estimate) -> Iterator[Markup]:
             "expert, data, pipeline above); the rest overlaps with computation.",
             muted=True,
         )
-    yield element("h2", "Memory of each stage")
+    yield element("h2", "Memory of each pipeline rank")
     places = range(estimate.layout.pp) if estimate.layout.pp <= MOST_RANKS else distinct_ranks(problem, estimate.layout)
     ranks = [memory_of(problem, estimate.layout, rank) for rank in places]
     yield memory_bars(
@@ -163,7 +164,7 @@ def _pipeline(estimate: Estimate) -> Iterator[Markup]:
     factors = measured_step_factors(problem.cluster, problem.precision, problem.engine)
     program, durations = pipeline_durations(part, short, factors)
     many = f", with {short.micro_batches} of its {layout.micro_batches} micro-batches" if short != layout else ""
-    timeline = build_pipeline_timeline(program, simulate_pipeline(program, durations))
+    timeline = replace(build_pipeline_timeline(program, simulate_pipeline(program, durations)), time_title="seconds")
     yield paragraph(f"Seconds since the first forward{many}.", muted=True)
     yield draw_overview(timeline)
     if len(timeline.spans) <= MOST_STEPS:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshwright.draw.axis import make_log_axis
-from meshwright.draw.bars import draw_stacked_bars
+from meshwright.draw.bars import draw_page_bars
 from meshwright.draw.markup import Markup, join
 from meshwright.draw.page import legend
 from meshwright.draw.scatter import draw_scatter
@@ -44,11 +44,9 @@ def memory_time_scatter(result: SearchResult, marked: Sequence[Estimate]) -> Mar
     ]
     seconds, sizes = ([*(point[at] for point in points), *(one[at] for one in best)] for at in (0, 1))
     unit = Unit.of(max(min(*sizes, room), room / 100))
-    across = make_log_axis(
-        seconds, "seconds per step; a sample of all layouts, those of the tables in colour", lambda at: f"{at:.4g} s"
-    )
+    across = make_log_axis(seconds, "time of a step", lambda at: f"{at:.4g} s")
     up = make_log_axis(
-        [*sizes, room], "memory against time",
+        [*sizes, room], "memory of a device against time of a step",
         lambda at: f"{at:,.0f} {unit.name}" if at >= 1 else f"{at:g} {unit.name}", unit.bytes,
     )  # fmt: skip
     return draw_scatter(across, up, points, best, _device_limit(room))
@@ -58,15 +56,15 @@ def time_bar(parts: dict[str, float]) -> Markup:
     """Return one stacked bar of a step's time with a legend. parts: seconds by part, such as "compute"."""
     whole = sum(parts.values())
     words = [f"{part} {size:.3g} s ({share_text(size / whole)})" for part, size in parts.items()]
-    drawn = draw_stacked_bars([("", parts)], COLOURS, lambda seconds: f"{seconds:.4g} s", "time by component")
+    drawn = draw_page_bars([("", parts)], COLOURS, lambda seconds: f"{seconds:.4g} s", "time by component")
     return join([drawn, legend(zip(words, map(COLOURS.__getitem__, parts), strict=True))])
 
 
 def memory_bars(rows: Sequence[tuple[str, dict[str, float]]], limit: float) -> Markup:
     """Return stacked bars of memory with a legend, one bar for each item of `rows`. An item is (label, {category:
     bytes}). limit: bytes of a device's memory, drawn as a line."""
-    used = dict.fromkeys(part for _, parts in rows for part, size in parts.items() if size > 0)
-    drawn = draw_stacked_bars(
+    used = [part for part in rows[0][1] if any(parts[part] > 0 for _, parts in rows)]
+    drawn = draw_page_bars(
         rows, COLOURS, lambda size: Unit.of(size).format(size), "memory of each rank", _device_limit(limit)
     )
     return join([drawn, legend((part, COLOURS[part]) for part in used)])

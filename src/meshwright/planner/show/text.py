@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,12 +20,10 @@ from meshwright.planner.search.search import SearchResult, TooLargeLayout
 from meshwright.planner.search.shortlist import MOST_PRICED
 from meshwright.planner.show.explain import OperationTime
 from meshwright.planner.show.notation import notation_legend, recipe_block, selection_note
+from meshwright.terminal import LEAST_WORDS
 
 WIDE = 200
 """Characters of a line if the width of the terminal is unknown."""
-
-LEAST_WORDS = 16
-"""Minimum characters for text beside a table; with fewer, the text goes below it."""
 
 LEAST_PART = 1e-6
 """Smallest fraction of a step's time that is shown as a part; less is rounding error."""
@@ -324,7 +321,7 @@ def explain_text(layout: Layout, pp_rank: int, rows: Sequence[OperationTime], wi
         f"computation of a micro-batch{where}: {total * 1e3:,.4g} ms; {layout.micro_batches:,} "
         f"micro-batch{'es' * (layout.micro_batches > 1)} per step"
     )
-    lines = format_table([head, *shown], width, ("MB", "GFLOP", "count", "shape"))
+    lines = format_table([head, *shown], width, ("MB", "GFLOP", "count", "shape", "FLOP/byte"))
     return "\n".join([*wrap_line(title, width, "  "), *lines, *more])
 
 
@@ -348,11 +345,15 @@ def format_table(rows: Sequence[Sequence[str]], width: int | None = None, droppa
 
 
 def wrap_line(line: str, width: int, indent: str) -> list[str]:
-    """Wrap a line at spaces to at most `width` characters; further lines begin with `indent`. A word that is longer
-    stays whole."""
-    if len(line) <= width or width - len(indent) < LEAST_WORDS:
+    """Wrap a line at `width` characters, with `indent` before continuation lines, or four spaces if `indent` leaves
+    little space; long words are not broken, runs of spaces are kept."""
+    if len(line) <= width:
         return [line]
-    return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    indent = indent if width - len(indent) >= LEAST_WORDS else " " * 4
+    at = line.rfind(" ", len(indent) + 1, width + 1)
+    if at < 0 or not line[:at].strip():
+        return [line]
+    return [line[:at].rstrip(), *wrap_line(indent + line[at:].lstrip(), width, indent)]
 
 
 @dataclass(frozen=True, slots=True)
