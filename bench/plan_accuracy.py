@@ -7,8 +7,9 @@ Beside the table that is named, `bench/data/published_runs.csv` and `unseen_runs
 constants are fitted to, `planner/cost/rates.toml` says; `HELD_BACK` are sources that no constant was fitted to, though
 four were chosen with them in sight (sum of attention's times, its flash-2 rates, overlap tax across, ramp of pairs).
 The bounds of a source are tested by those that the runs of all other projects give (`held_out`), also by kind of run.
-`--bounds` first writes the planner's bounds from all runs but those of the test half of `unseen_runs.csv`, which decide
-nothing. Peaks of memory that the tables have are compared with what the planner says the allocator holds.
+`--bounds` first writes the planner's bounds from all runs but those of the parts `test` and `fresh` of
+`unseen_runs.csv`, which decide nothing. Peaks of memory that the tables have are compared with what the planner says
+the allocator holds.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from bench import plan_bounds
-from bench.plan_bounds import project, request
+from bench.plan_bounds import HELD_BACK, project, request
 from bench.published_runs import MEMORY, PUBLISHED, UNSEEN, Run, runs
 from meshwright.collectives.quantities import GIB
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.planner.cost.bounds import Bounds, read_bounds_table
+from meshwright.planner.cost.bounds import Bounds, BoundsTable, read_bounds_table
 from meshwright.planner.cost.step_time import StepTime, default_precision, step_time
 from meshwright.planner.memory.rank_memory import fullest_rank, slack_fraction
 from meshwright.planner.problem import Problem
@@ -37,8 +38,6 @@ from meshwright.toml import read_packaged_toml
 Predictions = list[tuple[Run, StepTime]]
 LEAST_OF_A_SWEEP = 3
 Bounded = dict[str, list[Bounds]]
-HELD_BACK = ("MaxText", "PaxML", "Kubernetes", "Llama 3", "NVIDIA/NeMo docs")
-"""How the names of sources begin that no constant of the planner was fitted to."""
 
 
 def predicted(one: Run) -> StepTime:
@@ -95,13 +94,14 @@ def measure(path: Path, verbose: bool = False, bounds: bool = False) -> dict[str
     """The figures of all sources of a table, of all its runs together, and the same of the published ones."""
     tables = [priced(path, verbose), priced(PUBLISHED, verbose), priced(UNSEEN, verbose, "development")]
     test, test_refused = priced(UNSEEN, verbose, "test")
+    fresh, fresh_refused = priced(UNSEEN, verbose, "fresh")
     everything = {source: pairs for found, _ in tables for source, pairs in found.items()}
     if bounds:
         plan_bounds.write([pair for pairs in everything.values() for pair in pairs])
         read_packaged_toml.cache_clear()
         read_bounds_table.cache_clear()
         return measure(path)
-    left_out, tested = held_out(everything), held_out(everything, test)
+    left_out, tested, renewed = held_out(everything), held_out(everything, test), held_out(everything, fresh)
     given, new, development = (figures(found, refused, left_out) for found, refused in tables)
     known = {source: pairs for found, _ in tables[:2] for source, pairs in found.items()}
     back = {source: pairs for source, pairs in known.items() if source.startswith(HELD_BACK)}
@@ -115,6 +115,8 @@ def measure(path: Path, verbose: bool = False, bounds: bool = False) -> dict[str
             "development": development,
             "test": figures(test, test_refused, tested) | {"memory": memory(UNSEEN, "test")},
             "test_kinds": by_kind(test, tested),
+            "fresh": figures(fresh, fresh_refused, renewed) | {"memory": memory(UNSEEN, "fresh")},
+            "fresh_kinds": by_kind(fresh, renewed),
         },
     }
 
@@ -172,12 +174,13 @@ def held_out(everything: dict[str, Predictions], judged: dict[str, Predictions] 
     """Return, by source, the bounds of its runs computed from the runs of other projects alone. judged: sources whose
     bounds are returned, `everything` by default."""
     found: Bounded = {}
-    tables: dict[str, plan_bounds.Table] = {}
+    tables: dict[str, BoundsTable] = {}
+    scored = plan_bounds.scores([pair for pairs in everything.values() for pair in pairs])
     for source, pairs in (everything if judged is None else judged).items():
         whose = project(pairs[0][0])
         if whose not in tables:
             others = [pair for each in everything.values() for pair in each if project(pair[0]) != whose]
-            tables[whose] = plan_bounds.table(others)
+            tables[whose] = plan_bounds.table(others, plan_bounds.conformal_shift(scored, whose))
         found[source] = [tables[whose].bounds(request(one, step)) for one, step in pairs]
     return found
 

@@ -1,9 +1,10 @@
 """Tables of published training runs, one metric of a run per row, with the inputs of the planner.
 
 `bench/data/published_runs.csv` has the columns of the table that `bench/plan_accuracy.py` takes, and two more: the
-engine whose kernels are priced, and whether its blocks were compiled. `bench/data/unseen_runs.csv` has one more: the
-half of its sources, "development" or "test", which was drawn before any of its runs was priced. Its engines are those
-that their names suggest, also where an engine of another kind is nearer to what the authors describe.
+engine whose kernels are priced, and whether its blocks were compiled. `bench/data/unseen_runs.csv` has two more: the
+part of its sources, "development", "test" or "fresh", to which they were assigned before any of their runs was priced
+("fresh": recorded later than the other two), and devices per node where they are not 8. Its engines are those that
+their names suggest, also where an engine of another kind is nearer to what the authors describe.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ ARCHITECTURES = {
     "ChatGLM3": {"family": "qwen2", "activation": "silu"},
     "Qwen-7B": {"family": "qwen2", "activation": "silu"},
     "OLMo": {"family": "olmo2", "activation": "silu"},
+    "KempnerForge": {"family": "llama", "activation": "silu"},
     "BLOOM": {"family": "bloom", "activation": "gelu_tanh", "tied": True},
     "GPT-NeoX": {"family": "gpt2", "activation": "gelu_tanh"},
     "": {"family": "gpt2", "activation": "gelu_tanh", "tied": True},
@@ -107,6 +109,12 @@ def runs(path: Path, metrics: Iterable[str] = TIMES, half: str | None = None) ->
                 yield run(row, ENGINES[engine])
             except (UserError, KeyError, ValueError) as error:
                 yield row["source"], f"{row['model']}: {error}"
+
+
+def sources(path: Path, half: str) -> set[str]:
+    """Return the names of the sources of one part of a table."""
+    with path.open(newline="") as file:
+        return {row["source"] for row in csv.DictReader(file) if row["half"] == half}
 
 
 def run(row: dict[str, str], engine: Engine) -> Run:
@@ -154,9 +162,9 @@ def config_of(row: dict[str, str]) -> ModelConfig:
 
 
 def cluster_of(row: dict[str, str]) -> Cluster:
-    """With the links that the table says, in nodes of 8 or racks."""
+    """With the links that the table says, in nodes of 8, of as many devices as the table says, or racks."""
     device, gpus = DEVICES[row["gpu_type"]], int(row["gpus"])
-    table: dict[str, object] = {"device": device, "devices": gpus, "devices_per_node": 8}
+    table: dict[str, object] = {"device": device, "devices": gpus, "devices_per_node": int(row.get("per_node") or 8)}
     if device == "gh200":
         table["devices_per_node"] = 4
     if device.startswith("gb"):

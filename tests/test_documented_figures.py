@@ -36,7 +36,7 @@ SOURCES = {
     "nanotron, 1B to 80B on 8 to 256 H100, 126 layouts (ultra-scale playbook)": "nanotron",
     "FSDP of fms-fsdp, Automodel, TinyLlama": "fms-fsdp|Automodel|TinyLlama",
     "Megatron-DeepSpeed: BLOOM, MT-NLG 530B, GPT-NeoX-20B": "tr11-176B|Megatron-Turing|NeoX",
-    "MaxText, Llama 2 70B on 64 to 2,048 H100, bf16 and fp8 (recomputation is not published)": "MaxText",
+    "MaxText, Llama 2 70B on 64 to 2,048 H100, bf16 and fp8 (priced as if all were recomputed)": "MaxText",
     "PaxML, 5B and 175B on 16 to 2,048 H100 and A100": "PaxML",
     "NeMo, sequences of 4,096 to 1,048,576 tokens, fp8, H100": "long_sequence",
     "NeMo, fine-tuning, fp8, H100": "finetuning",
@@ -58,10 +58,7 @@ UNSEEN = {
     "MegaScale's Megatron-LM, 175B on 256 to 12,288 A100": ("test", "MegaScale"),
     "flash-attention's GPT3, 125M to 2.7B on 8 A100": ("test", "Dao-AILab"),
     "fms-fsdp, later edition, 7B to 34B on 96 A100 and 128 H100": ("test", "fms-fsdp"),
-    "PaddleNLP and FlagPerf's Paddle, 7B and 13B on 8 A100 (engines that are not in the catalogue)": (
-        "test",
-        "Paddle|paddle",
-    ),
+    "PaddleNLP and FlagPerf's Paddle, 7B and 13B on 8 A100": ("test", "Paddle|paddle"),
     "NeMo, sequences of 8,192 to 1,048,576 tokens, fp8, on 2 to 256 B200": ("test", "long_sequence"),
     "swiss-ai, 8B on 64 to 256 GH200": ("test", "swiss-ai"),
     "NeMo's Llama-3 70B on 128 H100; Qwen3-235B on 256; Nemotron-4 340B on 6,144": (
@@ -69,8 +66,12 @@ UNSEEN = {
         "gpu-recipes|qwen3|Nemotron-4",
     ),
     "BigScience, 119 layouts and shapes of GPT on 8 to 384 A100": ("test", "bigscience"),
+    "KempnerForge, 7B to 175B on 1 to 360 H200, FSDP with tensor parallelism": ("fresh", "Kempner"),
+    "torchtitan, 8B and 70B on 64 and 256 H100 with tensor parallelism, bf16 and fp8": ("fresh", "torchtitan"),
+    "Megatron-Bridge 25.09, fp8, H100 to GB200, 6 of 14 mixtures": ("fresh", "Megatron-Bridge"),
+    "fms-acceleration, 8B on 4 A100": ("fresh", "fms-acceleration"),
 }
-"""Row of the table: half of the unseen runs, and regular expression of its sources."""
+"""Row of the table: part of the unseen runs, and regular expression of its sources."""
 
 
 def load_result(name: str) -> dict[str, Any]:
@@ -125,19 +126,34 @@ def test_accuracy_of_unseen_sources(name: str):
 def test_accuracy_of_unseen_halves():
     unseen = load_result("plan_accuracy")["unseen"]
     rows = [line for line in PLAN.splitlines() if line.startswith("| **step time; unseen sources")]
-    for half, row in zip(("development", "test"), rows, strict=True):
+    for half, row in zip(("development", "test", "fresh"), rows, strict=True):
         found = unseen[half]
         shares = " | ".join(f"{found[key]:.0%}" for key in ("bounds_hold", "held_out_bounds_hold"))
         assert row.endswith(f"| {found['runs']} | {found['mean_error']:.1%} | | {shares} |")
         patterns = [pattern for each, pattern in UNSEEN.values() if each == half]
         for source in found["sources"]:
             assert sum(bool(re.search(pattern, source)) for pattern in patterns) == 1, source
-    tested = unseen["test"]
-    after = f"{tested['mean_error']:.1%} after; over sources 11.9% and {tested['mean_error_of_sources']:.1%};"
-    assert after in PLAN
+    tested, fresh = unseen["test"], unseen["fresh"]
+    text = f"then 13.0%, and is {tested['mean_error']:.1%} now; over sources 11.9%, 13.0% and "
+    assert f"{text}{tested['mean_error_of_sources']:.1%}" in PLAN
+    shares = " and ".join(
+        f"{sum(one['bounds_hold'] for one in part['sources'].values()) / len(part['sources']):.0%}"
+        for part in (tested, fresh)
+    )
+    assert f"with every source the same weight, {shares} of the runs of these two parts are within the bounds" in PLAN
     [memory] = tested["memory"].values()
     name = "PaddleNLP's peaks, 7B and 13B on 8 A100 (unseen)"
     assert cells(PLAN, name)[:3] == [str(memory["runs"]), f"{memory['mean_error']:.1%}", f"{memory['bias']:+.1%}"]
+    errors = [f"{one['mean_error']:.0%}" for one in fresh["memory"].values()]
+    [row] = [line for line in PLAN.splitlines() if line.startswith("| peaks of the fresh part")]
+    assert "; ".join(errors) in row and f"| {sum(one['runs'] for one in fresh['memory'].values())} |" in row
+
+
+def test_published_peaks():
+    memory = load_result("plan_accuracy")["published"]["memory"]
+    titan = [f"{one['mean_error']:.1%}" for name, one in memory.items() if "202412" in name]
+    [row] = [line for line in PLAN.splitlines() if line.startswith("| torchtitan's published peaks")]
+    assert f"| 18 | {'; '.join(titan)} |" in row
 
 
 def test_bounds_by_kind():

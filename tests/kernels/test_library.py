@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from meshwright.kernels.library import Kernels
 from meshwright.kernels.operations import Linear
+from meshwright.kernels.row_order import find_gate_order
 from meshwright.kernels.structures import PackedMatrix
 from tests.kernels.conftest import compute_linear, one_sequence
 
@@ -116,6 +118,19 @@ def tile_product(a: np.ndarray, b: np.ndarray, sums: np.ndarray) -> np.ndarray:
         even += wide(a[:, 2 * k])[:, None] * wide(b[k, 0::2])[None]
         odd += wide(a[:, 2 * k + 1])[:, None] * wide(b[k, 1::2])[None]
     return sums + (even + odd)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ordered_rows_are_packed_without_a_copy_of_the_matrices(kernels: Kernels, dtype: str):
+    weight, order = draw_floats(1, 4 * 1024, 64).reshape(4, 1024, 64), find_gate_order(1024)
+    assert order[:2].tolist() == [0, 2] and order[512:514].tolist() == [1, 3]
+    expected = kernels.pack(weight[:, order], dtype)
+    tracemalloc.start()
+    found = kernels.pack(weight, dtype, order)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    np.testing.assert_array_equal(found.buffer, expected.buffer)
+    assert peak < weight.nbytes / 2
 
 
 def emulate_amx(x: np.ndarray, packed: PackedMatrix) -> np.ndarray:

@@ -20,7 +20,7 @@ from meshwright.kernels.operations import (
     Norm,
     Scale,
 )
-from meshwright.kernels.row_order import separate_gates
+from meshwright.kernels.row_order import find_gate_order
 from meshwright.model.experts import ClampedSwiGLU, Mixture
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.latent_attention import LatentAttention
@@ -209,19 +209,19 @@ def mixture_op(
 ) -> Experts:
     """The operation of a layer's routed experts, of which a rank holds `held`."""
     config, numpy = mixture.router.config, lambda tensor: tensor.detach().numpy()
-    biases, rows = (None, None, None), numpy(mixture.experts.up.weight)
-    if config.experts_interleaved:
-        rows = separate_gates(rows, config.experts)
+    biases = (None, None, None)
+    up = numpy(mixture.experts.up.weight).reshape(config.experts, -1, config.hidden)
+    order = find_gate_order(up.shape[1]) if config.experts_interleaved else None
     if config.mlp_bias:
-        up_bias = separate_gates(numpy(mixture.experts.up.bias), config.experts)
+        up_bias = numpy(mixture.experts.up.bias).reshape(config.experts, -1)
+        up_bias = up_bias if order is None else np.take(up_bias, order, axis=1)
         biases = numpy(mixture.router.bias), up_bias, numpy(mixture.experts.down.bias)
-    up = rows.reshape(config.experts, -1, config.hidden)
     down = numpy(mixture.experts.down.weight).reshape(config.experts, config.hidden, -1)
     return Experts(
         out=out,
         x=x,
         router=kernels.pack(numpy(mixture.router.weight), "float32"),
-        up=kernels.pack(up[held.start : held.stop], "float32"),
+        up=kernels.pack(up[held.start : held.stop], "float32", order),
         down=kernels.pack(down[held.start : held.stop], "float32"),
         workspace=ExpertsWorkspace(
             len(x), config.experts, config.experts_per_token, config.hidden, config.expert_intermediate

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import os
 import subprocess
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,18 +97,30 @@ def test_a_turn_that_other_processes_disturb_is_repeated_and_the_least_disturbed
     assert (disturbed.seconds, disturbed.others, disturbed.figures()["others"]) == (1.0, 0.2, 0.2)
 
 
-def test_load_of_other_processes_leaves_out_the_own_one(bench: tuple[Any, Any]):
+def test_load_of_other_processes_leaves_out_the_own_ones(bench: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch):
     load = importlib.import_module("processor_load")
-    other = subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
-    try:
-        found = []
-        for session in (other.pid, 0):
-            meter = load.OtherLoad(session)
-            meter.begin()
-            time.sleep(0.5)
-            found.append(meter.end() * os.cpu_count())
-    finally:
-        other.kill()
-        other.wait()
-    assert found[1] > 0.4  # the loop is not this process's
-    assert found[1] - found[0] > 0.3 or found[0] > 0.5  # and left out where it is of the session, unless others run
+    busy, of_session, own = iter([100.0, 109.0]), iter([20.0, 23.0]), iter([5.0, 6.0])
+    monkeypatch.setattr(load, "read_busy_seconds", lambda: next(busy))
+    monkeypatch.setattr(load, "read_session_seconds", lambda session: next(of_session))
+    monkeypatch.setattr(
+        load, "os", SimpleNamespace(times=lambda: SimpleNamespace(user=next(own), system=0.0), cpu_count=lambda: 2)
+    )
+    monkeypatch.setattr(load, "time", SimpleNamespace(perf_counter=iter([0.0, 10.0]).__next__))
+    meter = load.OtherLoad(7)
+    meter.begin()
+    assert meter.end() == meter.share == pytest.approx((9 - 3 - 1) / 10 / 2)
+
+
+def test_processor_seconds_of_a_session_are_those_of_its_processes(bench: tuple[Any, Any]):
+    """A lower bound of the machine's seconds and an equality of the session's: both hold on a crowded machine too."""
+    load = importlib.import_module("processor_load")
+    busy = load.read_busy_seconds()
+    loop = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+    command, pipe = [sys.executable, "-c", loop], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        seconds = load.read_session_seconds(other.pid)
+        other.communicate(b"\n")
+    assert 0.25 <= seconds <= 0.45
+    assert load.read_busy_seconds() - busy >= 0.25

@@ -61,11 +61,12 @@ class Kernels:
         bytes_, self._chunk = self._chunk[:size], self._chunk[rounded:]
         return bytes_.view(dtype).reshape(shape)
 
-    def pack(self, weight: Array, dtype: str) -> PackedMatrix:
+    def pack(self, weight: Array, dtype: str, order: Array | None = None) -> PackedMatrix:
         """Return weight matrices packed in the memory layout that the kernels read.
 
         weight: one matrix [n, k] or several [count, n, k], float32 or uint16 (bits of bfloat16). dtype: element type of
-        the result, "float32" or "bfloat16" (rounded to nearest even).
+        the result, "float32" or "bfloat16" (rounded to nearest even). order: [n], index of the row of each matrix that
+        is packed at each position; None: the rows keep their order.
         """
         count, n, k = weight.shape if weight.ndim == 3 else (1, *weight.shape)
         row_bytes = -(-k // 32) * 32 * 2 if dtype == "bfloat16" else k * 4
@@ -79,7 +80,8 @@ class Kernels:
             """Pack this thread's share of the weight; `number`: index of the thread. Of the tasks (256 rows of one
             matrix each), thread i of n packs tasks i, i + n, i + 2n ..."""
             for index, row in tasks[number :: self._threads]:
-                rows = weight.reshape(count, n, k)[index, row : row + _PACKED_ROWS]
+                matrix, block = weight.reshape(count, n, k)[index], slice(row, row + _PACKED_ROWS)
+                rows = matrix[block if order is None else order[block]]
                 out = words[index, row // 16 : -(-(row + len(rows)) // 16)]
                 same = packed.bfloat16 == (rows.dtype == BFLOAT16) and rows.flags.c_contiguous
                 if same and rows.nbytes == out.nbytes:

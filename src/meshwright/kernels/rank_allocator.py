@@ -27,11 +27,11 @@ class RankAllocator:
         self._buffers: dict[tuple[str, int], Float32] = {}
         self._experts: ExpertsWorkspace | None = None
 
-    def pack(self, values: Array, dtype: str | None = None) -> PackedMatrix:
+    def pack(self, values: Array, dtype: str | None = None, order: Array | None = None) -> PackedMatrix:
         """Return weight matrices packed in the kernels' memory layout, and add their bytes to `nbytes["packed"]`.
         values: one matrix [Y, X] (Y outputs, X inputs) or several [count, Y, X]. dtype: "float32" or "bfloat16"; None:
-        the dtype of the rank's weights."""
-        packed = self._kernels.pack(values, dtype or self._dtype)
+        the dtype of the rank's weights. order: index of the output to be packed at each position; None: as they are."""
+        packed = self._kernels.pack(values, dtype or self._dtype, order)
         self.nbytes["packed"] += packed.buffer.nbytes
         return packed
 

@@ -36,12 +36,11 @@ def order_rows(
     return ordered
 
 
-def separate_gates(values: Array, experts: int) -> Array:
-    """Return the fused gate and up projections of E experts with all gate rows of an expert before its up rows. values:
-    rows [E 2F, ...] in which gate and up alternate (gate 0, up 0, gate 1, ...); F is the intermediate size. experts: E.
-    """
-    width = len(values) // experts // 2
-    return values.reshape(experts, width, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+def find_gate_order(rows: int) -> Array:
+    """Return the order in which the rows of an expert's fused gate and up projection, which alternate (gate 0, up 0,
+    gate 1, ...), are all gate rows before all up rows: the j-th element is the index of the row at position j. rows:
+    number of rows, twice the intermediate size."""
+    return np.arange(rows).reshape(-1, 2).T.reshape(-1)
 
 
 def spread_bias(values: Array, experts: int, hidden: int, first: int) -> Array:

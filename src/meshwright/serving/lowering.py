@@ -20,7 +20,7 @@ from meshwright.kernels.library import Kernels
 from meshwright.kernels.memory_pages import reserve_pool
 from meshwright.kernels.op_list import OpList
 from meshwright.kernels.rank_allocator import RankAllocator
-from meshwright.kernels.row_order import find_half_rotation_order, order_rows, separate_gates, spread_bias
+from meshwright.kernels.row_order import find_gate_order, find_half_rotation_order, order_rows, spread_bias
 from meshwright.kernels.structures import PackedMatrix
 from meshwright.model import layers as modules
 from meshwright.model.attention import Attention as AttentionModule
@@ -230,14 +230,14 @@ class Lowering:
         out = self.states if added else self._memory.get_buffer("partial", config.hidden)
         router_bias = self._read_optional(mixture.router, "bias")
         router = self._pack_weight(mixture.router, dtype="float32")
-        values = self._read_matrix(experts.up)
-        values = separate_gates(values, experts.held) if config.experts_interleaved else values
-        up = self._memory.pack(values.reshape(experts.held, -1, config.hidden))
+        values = self._read_matrix(experts.up).reshape(experts.held, -1, config.hidden)
+        order = find_gate_order(values.shape[1]) if config.experts_interleaved else None
+        up = self._memory.pack(values, order=order)
         down = self._memory.pack(self._read_matrix(experts.down).reshape(experts.held, config.hidden, -1))
         biases: tuple[Float32 | None, Float32 | None, Float32 | None] = (None, None, None)
         if config.mlp_bias:
             up_bias = self._read_parameter(experts.up, "bias")
-            up_bias = separate_gates(up_bias, experts.held) if config.experts_interleaved else up_bias
+            up_bias = up_bias if order is None else np.take(up_bias.reshape(experts.held, -1), order, axis=1)
             down_bias = self._read_shard(f"{self._names[id(experts.down)]}.bias", bfloat16=False)
             down_bias = self._memory.copy(spread_bias(down_bias, experts.held, config.hidden, experts.first))
             biases, router_bias = (router_bias, up_bias, down_bias), None

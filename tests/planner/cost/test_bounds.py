@@ -46,6 +46,38 @@ def test_prediction_itself_lies_between_its_bounds():
     assert (low, high) == (1.0, 1.4)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_conformal_shift_holds_new_projects(seed: int):
+    """Against its promise: of projects that are alike, the factor from 30 holds nine tenths of the runs of others."""
+    chosen = random.Random(seed)
+
+    def score(project: int) -> list[tuple[str, float]]:
+        own = abs(chosen.gauss(0, 0.1))
+        return [(f"project {project}", math.exp(own + chosen.gauss(0, 0.03))) for _ in range(chosen.choice((1, 5, 60)))]
+
+    held = []
+    for _ in range(60):
+        shift = plan_bounds.conformal_shift([each for project in range(30) for each in score(project)])
+        held += [sum(each <= shift for _, each in runs) / len(runs) for runs in map(score, range(5))]
+    assert 0.88 <= sum(held) / len(held) <= 0.97
+
+
+def test_conformal_shift_counts_projects_and_not_their_runs():
+    many = [("one", 3.0)] * 100 + [(f"project {number}", 1.0 + number / 100) for number in range(98)]
+    assert plan_bounds.conformal_shift(many) == 1.0 + 89 / 100  # the 90th of 99 projects: 90 % of 100
+    assert plan_bounds.conformal_shift(many[:105]) == 3.0  # of six, the farthest: no quantile above it is known
+    assert plan_bounds.conformal_shift(many[:105], "one") == 1.04
+    assert plan_bounds.conformal_shift(many[100:110]) == 1.09  # the 10th of 10: the 9th would hold 82 %
+    assert plan_bounds.conformal_shift([]) == plan_bounds.conformal_shift([("one", 0.9)]) == 1.0
+
+
+def test_one_factor_widens_both_bounds():
+    table, waiting = read_bounds_table(), DENSE._replace(waiting=0.0)
+    for case in (DENSE, waiting, DENSE._replace(architecture="Ampere")):
+        plain, found = dataclasses.replace(table, shift=1.0).bounds(case), table.bounds(case)
+        assert found.high / plain.high == plain.low / found.low == pytest.approx(table.shift) and table.shift > 1
+
+
 def test_bounds_depend_on_the_kind_of_run():
     table = read_bounds_table()
     wide = {
@@ -85,7 +117,7 @@ def test_kind_without_published_runs_is_named():
     assert (
         found.distance == 1
         and found.kind == together
-        and found.high == pytest.approx(together.high ** (1 + read_bounds_table().widen))
+        and found.high == pytest.approx((together.high * read_bounds_table().shift) ** (1 + read_bounds_table().widen))
     )
 
 
@@ -125,8 +157,9 @@ def test_plan_warns_of_a_short_step():
 
 @pytest.mark.parametrize("case", [DENSE, DENSE._replace(experts=True), DENSE._replace(sequence=2**24)])
 def test_bounds_are_narrower_for_steps_that_hardly_wait(case: StepProperties):
-    """Their logarithm grows with the share of waiting, from `narrow` of the kind's to all of it."""
-    table = read_bounds_table()
+    """Their logarithm, without the factor of all bounds, grows with the share of waiting, from `narrow` of the kind's
+    to all of it."""
+    table = dataclasses.replace(read_bounds_table(), shift=1.0)
     widest = table.bounds(case)
     for share, part in ((0.0, 0.0), (0.25, 0.25), (0.5, 0.5), (1.0, 1.0), (7.0, 1.0)):
         found = table.bounds(case._replace(waiting=share * table.waiting))
@@ -144,7 +177,7 @@ def test_bounds_of_a_plan_are_by_its_share_of_waiting():
         waiting = 1 - found.breakdown["compute"] / found.seconds
         spread = 1.0 if layout == "cp8" else min(1.0, table.narrow + (1 - table.narrow) * waiting / table.waiting)
         assert found.bounds.kind is not None and not found.bounds.outside
-        assert found.high / found.seconds == pytest.approx(found.bounds.kind.high**spread)
+        assert found.high / found.seconds == pytest.approx(found.bounds.kind.high**spread * table.shift)
         assert (spread < 1) == (layout == "dp8 zero1 mb64"), (layout, waiting)
 
 

@@ -117,6 +117,19 @@ def test_layer_times_match_publication(shared_data: Path):
     assert seen == 10
 
 
+def test_engines_of_development_runs_are_priced_as_their_sources_say():
+    """InternLM's and FlagPerf's runs took 14 and 16 % longer than as the engine of NVIDIA's recipes."""
+    found, refused = priced(UNSEEN, verbose=False, half="development")
+    errors = {
+        source: sum(abs(step.seconds / one.seconds - 1) for one, step in pairs) / len(pairs)
+        for source, pairs in found.items()
+    }
+    for name in ("InternLM/InternLM", "FlagOpen/FlagPerf training/nvidia, Megatron"):
+        [error] = [error for source, error in errors.items() if source.startswith(name)]
+        assert error < 0.08, (name, error)
+    assert refused == []
+
+
 def test_published_runs_are_predicted(shared_data: Path, tmp_path: Path):
     with (shared_data / "measured" / "training_runs.csv").open() as file:
         lines = file.readlines()
@@ -138,25 +151,43 @@ def test_held_out_runs_lie_between_the_bounds():
     left_out = held_out(published)
     found = figures(published, refused, left_out)
     assert found["runs"] > 480 and found["share_refused"] < 0.01
-    assert found["bounds_hold"] >= 0.9 and found["held_out_bounds_hold"] >= 0.88
+    assert found["bounds_hold"] >= 0.94 and found["held_out_bounds_hold"] >= 0.88
     assert found["mean_error"] <= 0.08 and found["mean_error_of_sources"] <= 0.08
     back = summary({source: pairs for source, pairs in published.items() if source.startswith(HELD_BACK)}, left_out)
     assert back["runs"] == 44 and back["mean_error_of_sources"] <= 0.1
     dense = [source for name, source in found["sources"].items() if name.startswith("NVIDIA/dgxc") and "BF16" in name]
     assert len(dense) == 7 and all(source["mean_error"] <= 0.08 for source in dense)
     widths = sorted(step.high / step.low for pairs in published.values() for _, step in pairs)
-    assert widths[len(widths) // 2] < 1.42 and widths[0] < 1.3 < 1.6 < widths[-1]  # by kind of run and share of waiting
+    assert widths[len(widths) // 2] < 1.58 and widths[0] < 1.35 < 1.6 < widths[-1]  # by kind and share of waiting
 
 
-def test_runs_that_nothing_was_chosen_by_are_predicted_less_well():
-    """The test half of bench/data/unseen_runs.csv, whose sources have no part in rates or bounds."""
+def test_broadcasts_of_parameters_take_a_latency_for_each_rank():
+    """InternLM's updated parameters: in a sharding group of 8 they take as long as an all-gather, over 1,024 devices
+    each of as many broadcasts waits for the hops of the whole ring (published: 7.2 s a step in place of 4.5)."""
+    measured = {one.layouts[0]: one for one in runs(UNSEEN, half="development") if isinstance(one, Run)}
+    for name, longer in (("dp1024 zero1 hs8 mb4", (0.0, 0.05)), ("dp1024 zero1 mb4", (1.0, 6.0))):
+        one = measured[Layout.parse(name)]
+        times = [
+            step_time(
+                one.config, one.layouts[0], one.cluster, one.sequence, one.batch,
+                engine=dataclasses.replace(one.engine, broadcasts=each),
+            ).seconds
+            for each in (False, True)
+        ]  # fmt: skip
+        assert one.engine.name == "internlm" and one.engine.broadcasts
+        assert longer[0] <= times[1] - times[0] <= longer[1], (name, times)
+
+
+@pytest.mark.parametrize(("part", "count", "sources", "holds"), [("test", 165, 11, 0.7), ("fresh", 48, 6, 0.88)])
+def test_runs_that_nothing_was_chosen_by_are_predicted_less_well(part: str, count: int, sources: int, holds: float):
+    """Two parts of bench/data/unseen_runs.csv, whose sources have no part in rates or bounds."""
     other, _ = priced(UNSEEN, verbose=False, half="development")
-    tested, refused = priced(UNSEEN, verbose=False, half="test")
+    tested, refused = priced(UNSEEN, verbose=False, half=part)
     found = figures(tested, refused, held_out(other, tested))
-    assert found["runs"] == 165 and found["share_refused"] < 0.03
-    assert found["mean_error"] <= 0.14 and found["mean_error_of_sources"] <= 0.14 and found["bounds_hold"] >= 0.65
+    assert found["runs"] == count and found["share_refused"] < 0.03
+    assert found["mean_error"] <= 0.14 and found["mean_error_of_sources"] <= 0.14 and found["bounds_hold"] >= holds
     known = {one.source for one in runs(PUBLISHED) if isinstance(one, Run)}
-    assert len(tested) == 11 and not set(tested) & (known | set(other))
+    assert len(tested) == sources and not set(tested) & (known | set(other))
 
 
 @pytest.mark.parametrize("table", [PUBLISHED, UNSEEN], ids=["published", "unseen"])

@@ -156,7 +156,7 @@ def test_published_activations_name_properties_that_exist(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(published, "select_items", record)
     models = ("llama-tiny", "gpt2-tiny", "qwen3-tiny", "mixtral-tiny")
-    for engine, name, text in product(ENGINES.values(), models, ("dp1", "dp1 ac:full", "dp1 ac:selective")):
+    for engine, name, text in product(ENGINES.values(), models, ("dp1", "dp1 ac:full", "dp1 ac:selective", "tp2")):
         batch = MicroBatch.of(preset(name), Layout.parse(text), 2, 64, engine=engine, dtype="bfloat16", device="cuda")
         for kernel in ("flash-2", "scores"):
             found = published.published_layer(dataclasses.replace(batch, kernel=kernel), batch.config.experts > 0)

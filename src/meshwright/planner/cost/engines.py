@@ -53,6 +53,7 @@ class Engine:
         overlaps_data: True if gradient reductions over data-parallel ranks overlap the backward pass. ZeRO-3's
             parameter all-gathers overlap computation in every engine.
         overlaps_gathers: True if ZeRO-1's all-gathers of updated parameters overlap the first forward.
+        broadcasts: True if each rank broadcasts its updated parameters in turn, where others all-gather them.
         holds_in_pipelines: True if, under a pipeline, ZeRO-2 and ZeRO-3 all-gather parameters and reduce gradients once
             a step, not once a micro-batch.
         cuts: How the engine cuts a model into pipeline stages: "balanced" in FLOPs; "even": equal numbers of layers,
@@ -92,6 +93,7 @@ class Engine:
     accumulates: Literal["fused", "added", "copied"] = "added"
     overlaps_data: bool = True
     overlaps_gathers: bool = False
+    broadcasts: bool = False
     holds_in_pipelines: bool = False
     cuts: Literal["balanced", "even", "past shares"] = "balanced"
     bucket_bytes: float | None = None

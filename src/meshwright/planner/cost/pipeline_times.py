@@ -210,8 +210,7 @@ class PipelineTimes:
         interleaved: True under the schedule "interleaved"; at_once: True if the last stage runs each backward directly
         after its forward; zero: ZeRO stage; groups: process groups."""
         exposed = self.gradient_seconds(interleaved, at_once, zero, groups).max(axis=0)
-        found: Floats = exposed + self.optimizer_seconds(zero, groups)
-        return found
+        return np.asarray(exposed + self.optimizer_seconds(zero, groups))
 
     def gradient_seconds(self, interleaved: bool, at_once: bool, zero: int, groups: ProcessGroups) -> Floats:
         """Return the exposed seconds, once a step, of gradient reductions and of all-gathers of updated parameters on
@@ -238,9 +237,10 @@ class PipelineTimes:
         numbers = (self.rank_dense, groups.shards[0]), (self.rank_expert, groups.shards[1])
 
         def spend(operation: Collective, axis: str, size: Floats) -> Floats:
-            """Return the seconds of a collective in messages of the engine's bucket size, or of one layer each."""
+            """Return the seconds of a collective in messages of the bucket size, or of one layer or rank each."""
             least = layers if engine.bucket_bytes is None else np.ceil(size / engine.bucket_bytes)
-            buckets: Floats = np.maximum(1.0, np.asarray(least, dtype=np.float64))
+            turns = groups.ranks(axis) if engine.broadcasts and operation == "all-gather" else 1.0
+            buckets: Floats = np.maximum(turns, np.asarray(least, dtype=np.float64))
             return buckets * groups.seconds(operation, axis, size / buckets)
 
         for (numel, shards), axes in zip(numbers, SHARES, strict=True):
@@ -269,5 +269,4 @@ class PipelineTimes:
 
 def add_parts(times: Floats) -> Floats:
     """Return `times`, seconds [..., parts, candidates], summed over the parts."""
-    found: Floats = times[..., 0, :] if times.shape[-2] == 1 else times.sum(axis=-2)
-    return found
+    return np.asarray(times[..., 0, :] if times.shape[-2] == 1 else times.sum(axis=-2))

@@ -92,8 +92,7 @@ class Rates:
             each * share_of_peak(device, name)
             for each, name in ((peak, precision), (wide_peak, wide), (single, "fp32"))
         )
-        eight_bit = precision == "fp8"
-        return cls(product, wide_product, float32, wide_peak, memory, device.architecture, eight_bit, own)
+        return cls(product, wide_product, float32, wide_peak, memory, device.architecture, precision == "fp8", own)
 
     def seconds(self, operation: Operation, kernel: AttentionKernel = "flash-2") -> Number:
         """Return the seconds of all `count` calls of an operation: a number, or an array if its sizes are arrays.

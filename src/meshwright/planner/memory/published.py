@@ -41,10 +41,10 @@ def published_layer(batch: MicroBatch, mixture: bool = False) -> dict[str, Numbe
         else 3 * config.heads * config.head_dim,
         "all_heads": config.heads, "head": config.head_dim, "value": config.value_dim,
     }  # fmt: skip
-    every_second = engine.name == "torchtitan" and layout.recompute == "selective" and not mixture
     every = {
-        layout.recompute: True, "alternate": every_second, "gated": config.gated, "mixture": mixture,
-        "dropout": engine.dropout, "stores_scores": batch.kernel == "scores" and layout.recompute == "none",
+        layout.recompute: True, "gated": config.gated, "mixture": mixture, "dropout": engine.dropout,
+        "alternate": engine.name == "torchtitan" and layout.recompute == "selective" and not mixture,
+        "gathered": keeps_gathered(batch), "stores_scores": batch.kernel == "scores" and layout.recompute == "none",
         "compiled": engine.fusion == "compiled", "query_key_norm": config.query_key_norm,
     }  # fmt: skip
     table = read_packaged_toml("planner/memory/published.toml")
@@ -55,6 +55,12 @@ def published_layer(batch: MicroBatch, mixture: bool = False) -> dict[str, Numbe
 
 _CONVENTIONS = {"torchtitan": "eager", "llm-foundry": "eager", "nanotron": "eager", "hai-llm": "eight_bit"}
 """Lists of `published.toml` by engine; Megatron-LM's for all others."""
+
+
+def keeps_gathered(batch: MicroBatch) -> bool:
+    """Return True if products keep their all-gathered inputs under sequence parallelism, as those of DTensors do;
+    Megatron-LM gathers them again in the backward."""
+    return batch.layout.tp > 1 and batch.layout.tensor_sequence_parallel and batch.engine.name == "torchtitan"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from meshwright.planner.cost.rates import attention_kernel
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.memory.activation_bytes import state_bytes_per_parameter
 from meshwright.planner.memory.ledger import CATEGORIES, CUDA_CONTEXT, STORED, Item, ledger
-from meshwright.planner.memory.published import published_layer
+from meshwright.planner.memory.published import keeps_gathered, published_layer
 from meshwright.planner.problem import Problem
 from meshwright.spec.stage_times import program_for
 from meshwright.spec.stages import Stage
@@ -183,10 +183,9 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]
         for category, size in zip(MEMORY_PARTS, each.sharded(layout.zero, ranks), strict=False) if numel else ():
             yield Item(category, f"{kind} {category}", bytes=round(numel * size))
     waiting, _ = in_flight(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
-    flying = float(waiting[:, pp_rank].max())
+    # Under a bidirectional schedule a micro-batch passes one of the rank's two stages.
+    flying = float(waiting[:, pp_rank].max()) / (len(place) if layout.schedule in BIDIRECTIONAL_SCHEDULES else 1)
     again = 0.0
-    if layout.schedule in BIDIRECTIONAL_SCHEDULES:  # a micro-batch passes one of the rank's two stages
-        flying /= len(place)
     unrecomputed = replace(batch, layout=layout.with_(recompute="none"))
     for mixture, layers in Counter(config.has_experts(layer) for stage in place for layer in stage.layers).items():
         saved = published_layer(batch, mixture)
@@ -199,6 +198,9 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]
     if config.head in ("next", "masked") and any(stage.last for stage in place):
         tokens = count_predictions(config, rows, problem.sequence) / layout.cp
         logits = tokens * batch.vocabulary * (x + engine.loss_holds)
+        # The head's gathered input; the sharded loss also holds its product with the exponential
+        # (torch/distributed/tensor/parallel/loss.py, _nll_loss_and_log_softmax_backward).
+        logits += keeps_gathered(batch) * tokens * (config.hidden * x + batch.vocabulary * 4)
     # The loss has ended when a layer is recomputed, so the larger of the two counts.
     if again * x / 2 > logits:
         yield Item("activations", "a recomputed layer", bytes=round(again * x / 2))
