@@ -13,7 +13,7 @@ decode steps of 1, 8 and 32 sequences and prefill steps of 128 and 512 tokens, i
 
 The cost of invariance is what the runner would save with torch's products: runner / (runner - ours + torch) - 1. The
 engine's overhead is the share of a step that is not spent inside the runner. Medians over the turns. Writes
-bench/results/batch_invariance.json.
+bench/results/batch_invariance.json, or `--name`.
 """
 
 from __future__ import annotations
@@ -138,6 +138,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--context", type=int, default=256, help="tokens before those of a decode step")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--name", default="batch_invariance", help="name of the file in bench/results")
     arguments = parser.parse_args()
     directory = arguments.directory or model_directory("smollm-135m")
     torch.set_num_threads(arguments.threads)
@@ -156,7 +157,7 @@ def main() -> None:
             results[f"{dtype} {case}"] = measure_case(engine, kernels, case, arguments)
             print(dtype, case, results[f"{dtype} {case}"], file=sys.stderr, flush=True)
     model = directory.name
-    write_result("batch_invariance", {"model": model, "threads": arguments.threads, "steps": results}, quiet=True)
+    write_result(arguments.name, {"model": model, "threads": arguments.threads, "steps": results}, quiet=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 import tracemalloc
 
 import numpy as np
@@ -12,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.kernels.library import Kernels
+from meshwright.kernels.operations import Linear
 from meshwright.kernels.row_order import find_gate_order
 from meshwright.kernels.structures import PackedMatrix
-from tests.kernels.conftest import compute_linear
+from tests.kernels.conftest import compute_linear, one_sequence
 
 TYPES = ("float32", "bfloat16")
 
@@ -56,7 +59,7 @@ def test_matrix_product_matches_float64_for_any_shape(built_kernels, rows, n, k,
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize(("n", "k"), [(576, 576), (37, 1031), (130, 33), (16, 2), (1, 1)])
+@pytest.mark.parametrize(("n", "k"), [(576, 576), (48, 2100), (37, 1031), (130, 33), (16, 2), (1, 1)])
 def test_row_bits_are_independent_of_batch(kernels: Kernels, dtype: str, n: int, k: int):
     packed, x = kernels.pack(draw_floats(1, n, k), dtype), draw_floats(0, 211, k)
     whole = compute_linear(kernels, x, packed)
@@ -145,6 +148,49 @@ def emulate_amx(x: np.ndarray, packed: PackedMatrix) -> np.ndarray:
                 sums = tile_product(rows[r : r + 16, k : k + 32], tile, sums)
             out[r : r + 16, 16 * p : 16 * p + 16] = sums
     return out[: len(x), : packed.n]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 33, 300])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_products_of_whole_panels_keep_the_columns_beside_them(
+    kernels: Kernels, rows: int, dtype: str, accumulate: bool
+):
+    x, weight, out = draw_floats(0, rows, 2101), draw_floats(1, 48, 2101), draw_floats(2, rows, 64)
+    before, operations = out.copy(), kernels.create_op_list()
+    packed = kernels.pack(weight, dtype)
+    operations.append(Linear(out[:, 8:56], x, packed, accumulate=accumulate))
+    operations.run(one_sequence(rows))
+    exact, bound = multiply_exactly(kernels, x, weight, dtype)
+    found = out[:, 8:56] - accumulate * before[:, 8:56].astype(np.float64)
+    assert np.all(np.abs(found - exact) <= bound + 1e-6 * np.abs(out[:, 8:56]))
+    assert np.array_equal(out[:, :8], before[:, :8]) and np.array_equal(out[:, 56:], before[:, 56:])
+    alone, last = before[-1:].copy(), kernels.create_op_list()
+    last.append(Linear(alone[:, 8:56], x[-1:], packed, accumulate=accumulate))
+    last.run(one_sequence(1))
+    assert np.array_equal(alone, out[-1:])
+
+
+def list_worker_cpus(kernels: Kernels, threads: int) -> list[set[int]]:
+    """The CPUs that each worker of a new thread pool may run on, once it waits for work."""
+    kernels.set_threads(1)
+    others = set(os.listdir("/proc/self/task"))
+    kernels.set_threads(threads)
+    workers = set(os.listdir("/proc/self/task")) - others
+    time.sleep(0.3)
+    return [os.sched_getaffinity(int(thread)) for thread in workers]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_as_many_threads_as_cpus_are_bound_to_one_each(built_kernels: Kernels):
+    cpus = os.sched_getaffinity(0)
+    packed = built_kernels.pack(draw_floats(1, 999, 64), "float32")
+    bound = list_worker_cpus(built_kernels, len(cpus))
+    assert sorted(map(len, bound)) == [1] * (len(cpus) - 1)
+    assert set().union(*bound) == cpus - {min(cpus)}  # the first is that of the calling thread
+    compute_linear(built_kernels, draw_floats(0, 9, 64), packed)
+    assert os.sched_getaffinity(0) == cpus
+    assert list_worker_cpus(built_kernels, len(cpus) + 1) == [cpus] * len(cpus)
 
 
 @pytest.mark.parametrize(("rows", "n", "k"), [(5, 20, 70), (17, 16, 32), (1, 3, 1), (33, 33, 31)])

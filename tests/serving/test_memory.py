@@ -75,7 +75,7 @@ def test_memory_on_gpus_is_bounded_by_gpu_memory_only():
 
 def test_memory_without_kernels_is_that_of_plain_torch():
     config, layout = preset("llama-3.2-1b"), Layout()
-    sizes = ServingSizes(512, 64, 4096, "bfloat16")
+    sizes = ServingSizes(StepSettings().tokens, 64, 4096, "bfloat16")
     plan = partial(plan_memory, config, layout, max_length=4096, hosts=[HOST])
     for ledger, expected in (
         (plan("bfloat16"), serving_ledger(config, layout, sizes)),

@@ -209,15 +209,26 @@ def test_replayed_sequences_continue_unchanged(known: int, windows: Windows):
 
 
 def test_decoding_sequences_come_first_and_prompts_fill_token_budget():
-    scheduler, runner = make(token_budget=20)
+    scheduler, runner = make(token_budget=20)  # of which 2 are reserved for decoding
     scheduler.add(Request("short", prompt(5), Sampling(max_tokens=30)))
     step(scheduler, runner)
     scheduler.add(Request("long", prompt(50, 3), Sampling(max_tokens=2)))
     batches = [step(scheduler, runner) for _ in range(4)]
-    assert [batch.starts.tolist() for batch in batches] == [[0, 1, 20], [0, 1, 20], [0, 1, 13], [0, 1, 2]]
-    assert [batch.output_rows.tolist() for batch in batches] == [[0], [0], [0, 12], [0, 1]]
-    assert batches[2].positions[1:].tolist() == list(range(38, 50))
+    assert [batch.starts.tolist() for batch in batches] == [[0, 1, 19], [0, 1, 19], [0, 1, 15], [0, 1, 2]]
+    assert [batch.output_rows.tolist() for batch in batches] == [[0], [0], [0, 14], [0, 1]]
+    assert batches[2].positions[1:].tolist() == list(range(36, 50))
     assert batches[2].context.tolist() == [8, 50]
+
+
+@pytest.mark.parametrize(("budget", "chunk"), [(20, 18), (64, 60), (4, 4)])
+def test_chunks_of_prompts_are_equally_long_with_and_without_decoding_sequences(budget: int, chunk: int):
+    scheduler, runner = make(token_budget=budget)
+    scheduler.add(Request("long", prompt(3 * chunk), Sampling(max_tokens=2)))
+    assert len(step(scheduler, runner).tokens) == chunk
+    for name in ("a", "b"):
+        scheduler.add(Request(name, prompt(1, ord(name)), Sampling(max_tokens=30)))
+    batch = step(scheduler, runner)
+    assert batch.starts[-1] == min(chunk + 2, budget)
 
 
 def test_prompts_and_answers_are_found_in_the_prefix_cache():

@@ -4,14 +4,11 @@
 #pragma once
 #include "product.h"
 
-constexpr long BLOCK = LANES, SECTION_BLOCKS = 4, SECTION_TOKENS = BLOCK * SECTION_BLOCKS;
-constexpr long SPAN_TOKENS = 16 * SECTION_TOKENS;
+constexpr long BLOCK = LANES, SECTION_TOKENS = 4 * BLOCK, SPAN_TOKENS = 16 * SECTION_TOKENS;
 constexpr long MOST_PARTIALS = 2 << 20;  // floats
 constexpr long QUERY_TILE = 16;  // consecutive tokens of a sequence that share the reading of keys and values
 
-struct QueryTile {
-    long sequence, first, count;
-};
+struct QueryTile { long sequence, first, count; };
 
 // Floats of the result of some keys for one query: the highest score [LANES, the first used], the sum of the weights by
 // lane [LANES], the weighted values [head size, padded].
@@ -61,13 +58,12 @@ static void attend_span(const Op& op, const Step& step, const QueryTile& tile, l
     const long group = op.heads / cache.kv_heads, rows = tile.count * group;
     const int32_t* blocks = step.block_tables + (cache.table * step.sequences + tile.sequence) * step.table_width;
     const int32_t* positions = step.positions + tile.first;
-    std::vector<const float*> query(rows), weight(rows);
-    std::vector<const W*> panel(((cache.keys ? size : op.first) + LANES - 1) / LANES);  // of the values
+    const long parts = ((cache.keys ? size : op.first) + LANES - 1) / LANES;
     // Latent attention multiplies the cached vectors, which are rows, by panels of 16 queries.
     const long panels = cache.keys ? 0 : (rows + LANES - 1) / LANES, columns = panels * LANES;
-    thread_local std::vector<float> packed, transposed;
-    packed.assign(columns * size, 0.0f);
-    std::vector<const float*> queries(panels);
+    thread_local std::vector<float> packed;  // those, then the scores of a section
+    packed.assign(columns * (size + SECTION_TOKENS), 0.0f);
+    std::vector<const float*> query(rows), weight(rows), queries(panels);
     std::fill_n(sums, rows * floats, 0.0f);
     for (long r = 0; r < rows; ++r) {
         sums[r * floats] = -INFINITY;
@@ -75,34 +71,35 @@ static void attend_span(const Op& op, const Step& step, const QueryTile& tile, l
         float* to = packed.data() + r / LANES * size * LANES;
         for (long d = 0; d < size && panels; ++d) queries[r / LANES] = to, to[d * LANES + r % LANES] = query[r][d];
     }
-    const auto low_of = [&](long t) { return first_visible(op, positions[t]); };
-    const auto high_of = [&](long t) { return long(positions[t]) + 1; };
-    const long start = span * SPAN_TOKENS, end = std::min(high_of(tile.count - 1), start + SPAN_TOKENS);
+    const long start = span * SPAN_TOKENS, end = std::min(positions[tile.count - 1] + 1L, start + SPAN_TOKENS);
+    std::vector<const W*> panel((end - start + BLOCK - 1) / BLOCK * parts);  // of the values
     const W *keys[SPAN_TOKENS / BLOCK], *values[SPAN_TOKENS / BLOCK], *vectors[SECTION_TOKENS];
     for (long b = 0; b * BLOCK < end - start; ++b) {
         const long number = blocks[start / BLOCK + b], block = panels ? number : number * cache.kv_heads + head;
         keys[b] = (const W*)cache.keys + block * size * BLOCK;
         values[b] = (const W*)cache.values + block * width * BLOCK;
+        for (long p = 0; p < parts; ++p) panel[b * parts + p] = values[b] + p * LANES;
     }
-    for (long begin = std::max(low_of(0) & -SECTION_TOKENS, start); begin < end; begin += SECTION_TOKENS) {
-        const auto low = [&](long t) { return std::clamp(low_of(t) - begin, 0L, SECTION_TOKENS); };
-        const auto high = [&](long t) { return std::clamp(high_of(t) - begin, 0L, SECTION_TOKENS); };
+    long begin = std::max(first_visible(op, positions[0]) & -SECTION_TOKENS, start);
+    for (; begin < end; begin += SECTION_TOKENS) {
+        const auto inside = [&](long position) { return std::clamp(position - begin, 0L, SECTION_TOKENS); };
+        const auto low = [&](long t) { return inside(first_visible(op, positions[t])); };
+        const auto high = [&](long t) { return inside(positions[t] + 1); };
         const long count = (high(tile.count - 1) + BLOCK - 1) / BLOCK, at = (begin - start) / BLOCK;
-        std::fill_n(scores, rows * SECTION_TOKENS, 0.0f);
-        if (!panels) multiply(query.data(), rows, keys + at, count, LANES, size, scores, SECTION_TOKENS);
-        for (long i = 0; i < count * BLOCK; ++i) vectors[i] = values[at + i / BLOCK] + i % BLOCK * width;
-        transposed.assign(count * BLOCK * columns, 0.0f);
-        multiply(vectors, count * BLOCK, queries.data(), panels, LANES, size, transposed.data(), columns);
+        const long later = panel.size() / parts - at - count;  // blocks of the next sections
+        if (!panels) multiply(query.data(), rows, keys + at, count, LANES, size, scores, SECTION_TOKENS, true, later);
+        for (long i = 0; i < count * BLOCK && panels; ++i) vectors[i] = values[at + i / BLOCK] + i % BLOCK * width;
+        multiply(vectors, count * BLOCK, queries.data(), panels, LANES, size, packed.data() + columns * size, columns, true);
         for (long r = 0; r < rows; ++r) {
             float* to = scores + r * SECTION_TOKENS;
-            for (long i = 0; i < count * BLOCK && panels; ++i) to[i] = transposed[i * columns + r];
+            for (long i = 0; i < count * BLOCK && panels; ++i) to[i] = packed[columns * (size + i) + r];
             update_softmax(to, count, low(r / group), high(r / group), op.scale, op.softcap, sums + r * floats, floats);
         }
         for (long b = low(0) / BLOCK; b < count; ++b) {  // the weights of tokens that a query does not see are 0
             for (long r = 0; r < rows; ++r) weight[r] = scores + r * SECTION_TOKENS + b * BLOCK;
-            for (size_t p = 0; p < panel.size(); ++p) panel[p] = values[at + b] + p * LANES;
-            multiply(weight.data(), rows, panel.data(), panel.size(), width,
-                     std::min(high(tile.count - 1) - b * BLOCK, BLOCK), sums + 2 * LANES, floats);
+            multiply(weight.data(), rows, panel.data() + (at + b) * parts, parts, width,
+                     std::min(high(tile.count - 1) - b * BLOCK, BLOCK), sums + 2 * LANES, floats, false,
+                     (count + later - b - 1) * parts);
         }
     }
 }

@@ -43,9 +43,6 @@ static void normalise(const float* x, float* out, const float* weight, const flo
     }
 }
 
-INLINE void put(float* to, float x) { *to = x; }
-INLINE void put(bfloat16* to, float x) { *to = to_bfloat16(x); }
-
 template <class W>
 static void rope_store(const Op& op, const Step& step, long t) {
     const Cache& cache = op.cache;
@@ -68,8 +65,8 @@ static void rope_store(const Op& op, const Step& step, long t) {
     for (long h = 0; h < cache.kv_heads; ++h) {
         W* keys = (W*)cache.keys + (block * cache.kv_heads + h) * size * BLOCK + place;
         W* values = (W*)cache.values + ((block * cache.kv_heads + h) * BLOCK + place) * width;
-        for (long d = 0; d < size && cache.keys; ++d) put(keys + d * BLOCK, k[h * size + d]);
-        for (long d = 0; d < size; ++d) put(values + d, v[h * size + d]);
+        for (long d = 0; d < size && cache.keys; ++d) keys[d * BLOCK] = convert<W>(k[h * size + d]);
+        for (long d = 0; d < size; ++d) values[d] = convert<W>(v[h * size + d]);
     }
 }
 
@@ -248,8 +245,8 @@ static long count_items(const Op& op, Run& run) {
 static void execute(const Op& op, Run& run, long item) {
     const long rows = count_rows(op, *run.step);
     float* out = op.out + item * op.out_stride;
-    const bool takes = op.kind == NORM && op.rows == OUTPUTS;  // reads the rows of the tokens whose logits are wanted
-    const float* in = op.in + (takes ? run.step->output_rows[item] : item) * op.in_stride;
+    // A norm of outputs reads the rows of the tokens whose logits are wanted.
+    const auto in = op.in + (op.kind == NORM && op.rows == OUTPUTS ? run.step->output_rows[item] : item) * op.in_stride;
     for (long r = item * 16; run.rounds && r < std::min(item * 16 + 16, rows); ++r)
         round_row(op.in + r * op.in_stride, op.matrix.k, (bfloat16*)run.rounded.data() + r * rounded_stride(op.matrix.k));
     if (run.rounds) return;
@@ -270,19 +267,29 @@ static void execute(const Op& op, Run& run, long item) {
 // Threads take items of the current operation one by one and count those that they have finished when they find none
 // left; whoever counts the last item begins the next operation. Until then the operation stays the current one, so that
 // a thread always counts its items for the operation they belong to. A thread without a core delays the others only
-// between taking an item and counting it.
+// between taking an item and counting it. As many threads as CPUs are bound to one each: beside other processes the
+// scheduler may leave two of them on one CPU for many milliseconds. The calling thread is bound while it runs
+// operations.
 struct Pool {
     explicit Pool(long threads) {
+        cpu_set_t all;
+        if (threads > 1 && !sched_getaffinity(0, sizeof all, &all) && CPU_COUNT(&all) == threads)
+            for (long cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+                if (CPU_ISSET(cpu, &all)) CPU_SET(cpu, &cpus_.emplace_back());
+        if (!cpus_.empty()) cpus_.push_back(all);
         for (long i = 1; i < threads; ++i)
-            workers_.emplace_back([this] { while (!stop_) wait_for_change(take_items()); });
+            workers_.emplace_back([this, i] { bind(i); while (!stop_) wait_for_change(take_items()); });
     }
     ~Pool() { stop_ = true, publish(0); }
+    void bind(long i) const { if (!cpus_.empty()) sched_setaffinity(0, sizeof(cpu_set_t), &cpus_[i]); }
     void run(const Op* ops, long count, const Step* step) {
+        bind(0);
         run_ = {ops, count, step, long(workers_.size()) + 1, std::move(run_.partials), std::move(run_.rounded)};
         find_tiles(run_);
         current_ = -1;
         begin_next();
         for (uint64_t seen; (seen = take_items()) & MASK;) wait_for_change(seen);  // no items: all is done
+        bind(run_.threads);  // to all CPUs
     }
 
     static constexpr uint64_t BITS = 24, MASK = (1 << BITS) - 1;
@@ -328,18 +335,14 @@ struct Pool {
     std::atomic<bool> stop_{false};
     alignas(64) std::atomic<uint64_t> ticket_{0};  // number of the operation, its items, the next item
     alignas(64) std::atomic<uint64_t> done_{0};
+    std::vector<cpu_set_t> cpus_;  // the CPU of each thread, then all; empty: they are not bound
     std::vector<std::jthread> workers_;
 };
 
 #define EXPORT __attribute__((visibility("default")))
 extern "C" {
 // Asks the system for the AMX registers; false if it has none (arch_prctl ARCH_REQ_XCOMP_PERM, XTILEDATA).
-EXPORT int kernels_prepare() {
-#ifdef __AMX_BF16__
-    if (syscall(SYS_arch_prctl, 0x1023, 18)) return 0;
-#endif
-    return 1;
-}
+EXPORT int kernels_prepare() { return !AMX || !syscall(SYS_arch_prctl, 0x1023, 18); }
 EXPORT Pool* kernels_new_pool(long threads) { return new Pool(threads); }
 EXPORT void kernels_delete_pool(Pool* pool) { delete pool; }
 EXPORT void kernels_run(Pool* pool, const Op* ops, long count, const Step* step) { pool->run(ops, count, step); }

@@ -7,6 +7,10 @@
 #include "structures.h"
 #include "vectors.h"
 
+// True if the macro `name` is defined as 1.
+#define TEXT(x) #x
+#define DEFINED(name) (TEXT(name)[0] == '1')
+
 struct alignas(64) Pairs {  // 16 columns x 2 consecutive k, in bfloat16
     bfloat16 value[2 * LANES];
 };
@@ -16,13 +20,9 @@ struct alignas(64) Pairs {  // 16 columns x 2 consecutive k, in bfloat16
 template <class W> constexpr int ACCUMULATORS = PARTS == 1 ? 18 : std::is_same_v<W, Pairs> ? 5 : 6;
 template <class W> constexpr int TILE_ROWS = std::min(8, ACCUMULATORS<W>);
 constexpr long BLOCK_ROWS = 256, GROUP_PANELS = 8, SUMS = BLOCK_ROWS * GROUP_PANELS * LANES;  // of most work items
-#ifdef __AVX512BF16__
-constexpr bool ROUNDS = true;  // products with bfloat16 weights take inputs rounded to bfloat16
-#else
-constexpr bool ROUNDS = false;
-#endif
-constexpr long SECTION = ROUNDS ? 1024 : 256;
-constexpr long AMX_K = 32;  // k of one AMX tile; panels are padded to it
+constexpr bool ROUNDS = DEFINED(__AVX512BF16__);  // products with bfloat16 weights take inputs rounded to bfloat16
+constexpr bool AMX = DEFINED(__AMX_BF16__);
+constexpr long SECTION = ROUNDS ? 1024 : 256, AMX_K = 32;  // k of one AMX tile, to which panels are padded
 
 template <class W> INLINE Vec load_k(const W* p, bool) { return load(p); }
 INLINE Vec load_k(const Pairs* p, bool odd) {  // the even or the odd k
@@ -32,15 +32,17 @@ INLINE Vec load_k(const Pairs* p, bool odd) {  // the even or the odd k
     return v;
 }
 
-// sums[r][16 p ...] += x[r][0 .. depth) times panel p, whose k-th row (pair of k for Pairs) is w[p] + k * stride. Not
-// inlined: what surrounds it would take registers from the sums.
+// sums[r][16 p ...] (+)= x[r][0 .. depth) times panel p, whose k-th row (pair of k for Pairs) is w[p] + k * stride.
+// `fresh`: sums are overwritten. Meanwhile it prefetches the panels `next`. Not inlined: what surrounds it would take
+// registers from the sums.
 template <class X, class W, int R, int P>
-[[gnu::noinline]] static void multiply_tile(const X* const* x, const W* const* w, long stride, long depth, float* sums,
-                                            long columns) {
+[[gnu::noinline]] static void multiply_tile(const X* const* x, const W* const* w, const W* const* next, long stride,
+                                            long depth, float* sums, long columns, bool fresh) {
     Vec total[R][P] = {};
     constexpr bool pairs = std::is_same_v<W, Pairs>;
     for (long k = 0; k + pairs < depth; k += 1 + pairs) {
         const long at = k / (1 + pairs) * stride;
+        UNROLL for (int p = 0; p < P && R > 1; ++p) _mm_prefetch((const char*)(next[p] + at), _MM_HINT_T1);
         UNROLL for (int p = 0; p < P; ++p) {
 #ifdef __AVX512BF16__  // VDPBF16PS adds x[0] times the even and x[1] times the odd k
             if constexpr (pairs && std::is_same_v<X, bfloat16>) {
@@ -66,24 +68,29 @@ template <class X, class W, int R, int P>
     UNROLL for (int r = 0; r < R; ++r)
         UNROLL for (int p = 0; p < P; ++p) {
             float* sum = sums + r * columns + p * LANES;
-            store(sum, load(sum) + total[r][p]);
+            store(sum, fresh ? total[r][p] : load(sum) + total[r][p]);
         }
 }
 
-// The same for any number of rows, in tiles of nearly equal height (at most R), and of panels.
+// The same for any number of rows, in tiles of nearly equal height (at most R), and of panels, which stay in the first
+// cache for all rows. The first tiles prefetch the panels after theirs, of which `following` come after the last.
 template <class X, class W, int R = TILE_ROWS<W>>
 static void multiply(const X* const* x, long rows, const W* const* w, long panels, long stride, long depth, float* sums,
-                     long columns) {
+                     long columns, bool fresh = false, long following = 0) {
     if constexpr (R > 0) {
-        constexpr int most = std::clamp(ACCUMULATORS<W> / R, 1, 4);
-        for (long tiles; rows && (tiles = (rows - 1) / TILE_ROWS<W> + 1, (rows - 1) / tiles + 1 == R); rows -= R) {
-            long p = 0;
-            for (; p + most <= panels; p += most)
-                multiply_tile<X, W, R, most>(x, w + p, stride, depth, sums + p * LANES, columns);
-            for (; p < panels; ++p) multiply_tile<X, W, R, 1>(x, w + p, stride, depth, sums + p * LANES, columns);
-            x += R, sums += R * columns;
+        constexpr int fit = std::clamp(ACCUMULATORS<W> / R, 1, 4), most = PARTS == 1 && fit == 3 ? 2 : fit;
+        long end = 0;  // of the rows in tiles of height R
+        for (long n; (n = rows - end) && (n - 1) / ((n - 1) / TILE_ROWS<W> + 1) + 1 == R;) end += R;
+        for (long p = 0, count; p < panels; p += count) {
+            count = p + most <= panels ? most : 1;
+            const W* const* next = w + p + std::clamp(panels + following - p - count, 0L, count);
+            for (long r = 0; r < end; r += R, next = w + p)  // which are there already
+                if (float* at = sums + r * columns + p * LANES; count > 1)
+                    multiply_tile<X, W, R, most>(x + r, w + p, next, stride, depth, at, columns, fresh);
+                else multiply_tile<X, W, R, 1>(x + r, w + p, next, stride, depth, at, columns, fresh);
         }
-        multiply<X, W, R - 1>(x, rows, w, panels, stride, depth, sums, columns);
+        multiply<X, W, R - 1>(x + end, rows - end, w, panels, stride, depth, sums + end * columns, columns, fresh,
+                              end ? -panels : following);
     }
 }
 
@@ -107,17 +114,11 @@ static void round_row([[maybe_unused]] const float* x, long depth, [[maybe_unuse
     }
 }
 
-// The same with x rounded to bfloat16, in rows of `x_stride`. `first`: sums are overwritten. For AMX, which adds all
-// sections of k in one chain, x and sums have memory for a multiple of 32 rows.
-static void multiply_rounded(const bfloat16* x, long x_stride, long rows, const Pairs* const* w, long panels,
-                             long depth, float* sums, bool first) {
-    const long columns = panels * LANES;
-#ifndef __AMX_BF16__
-    const bfloat16* row[BLOCK_ROWS];
-    for (long r = 0; r < rows; ++r) row[r] = x + r * x_stride;
-    if (first) std::fill_n(sums, rows * columns, 0.0f);
-    multiply(row, rows, w, panels, 1, (depth + AMX_K - 1) / AMX_K * AMX_K, sums, columns);
-#else  // two tiles of 16 rows times two panels; of an odd number of panels the last is multiplied twice
+#ifdef __AMX_BF16__
+// The same by AMX, which adds all sections of k in one chain: two tiles of 16 rows times two panels; of an odd number
+// of panels the last is multiplied twice. x, in rows of `x_stride`, and sums have memory for a multiple of 32 rows.
+static void multiply_by_amx(const bfloat16* x, long x_stride, long rows, const Pairs* const* w, long panels,
+                            long depth, float* sums, long columns, bool fresh) {
     const long bytes = columns * sizeof(float), x_bytes = x_stride * sizeof(bfloat16);
     asm volatile("" ::: "memory");  // GCC's tile loads do not say that they read memory
     for (long p = 0; p < panels; p += 2)
@@ -126,7 +127,7 @@ static void multiply_rounded(const bfloat16* x, long x_stride, long rows, const 
             const bfloat16* in = x + r * x_stride;
             float *top = sums + r * columns + p * LANES, *low = top + 16 * columns;
             _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
-            if (!first) {
+            if (!fresh) {
                 _tile_loadd(0, top, bytes); _tile_loadd(1, top + LANES, bytes);
                 _tile_loadd(2, low, bytes); _tile_loadd(3, low + LANES, bytes);
             }
@@ -138,8 +139,8 @@ static void multiply_rounded(const bfloat16* x, long x_stride, long rows, const 
             _tile_stored(0, top, bytes); _tile_stored(2, low, bytes);
             if (p + 1 < panels) { _tile_stored(1, top + LANES, bytes); _tile_stored(3, low + LANES, bytes); }
         }
-#endif
 }
+#endif
 
 // Memory of one thread, kept from item to item.
 static float* take_scratch(long count) {
@@ -152,64 +153,68 @@ static const char* panel_at(const Matrix& w, long index, long panel) {
     return (const char*)w.data + index * w.stride + panel * (w.stride / ((w.n + LANES - 1) / LANES));
 }
 
-// sums[rows][16 panels] = x times the `panels` panels of matrix `index` from `panel` on. `rounded`: the rows that
-// `round_row` made of x, for products that take those.
+// sums (+)= x times `count` panels of matrix `index` from `panel` on. x: rows of float, or those that `round_row` made,
+// for products that take them. `skipped`: panels up to those that this thread probably multiplies next.
 template <class W>
-static void multiply_panels(const float* const* x, const bfloat16* rounded, long rows, const Matrix& w, long index,
-                            long panel, long panels, float* sums) {
-    constexpr long pairs = std::is_same_v<W, Pairs>, stride = pairs ? 1 : LANES;
-    const W* at[GROUP_PANELS]; const float* row[BLOCK_ROWS];
-    for (long begin = 0; begin < w.k; begin += SECTION) {
-        const long depth = std::min(SECTION, w.k - begin);
-        for (long p = 0; p < panels; ++p)
-            at[p] = (const W*)panel_at(w, index, panel + p) + begin / (1 + pairs) * stride;
-        if constexpr (ROUNDS && pairs) {
-            multiply_rounded(rounded + begin, rounded_stride(w.k), rows, at, panels, depth, sums, !begin);
-            continue;
-        }
-        if (!begin) std::fill_n(sums, rows * panels * LANES, 0.0f);
-        for (long r = 0; r < rows; ++r) row[r] = x[r] + begin;
-        const long together = rows > TILE_ROWS<W> ? 2 : panels;  // panels that stay in the first cache
-        for (long p = 0; p < panels; p += together)
-            multiply(row, rows, at + p, std::min(together, panels - p), stride, depth, sums + p * LANES, panels * LANES);
+static void multiply_panels(const void* const* x, long rows, const Matrix& w, long index, long panel, long count,
+                            long skipped, float* sums, long columns, bool fresh) {
+    constexpr bool pairs = std::is_same_v<W, Pairs>, rounds = ROUNDS && pairs;
+    using X = std::conditional_t<rounds, bfloat16, float>;
+    const W* at[2 * GROUP_PANELS]; const X* row[BLOCK_ROWS];
+    for (long begin = 0; begin < w.k; begin += SECTION, fresh = false) {
+        const long depth = std::min(SECTION, w.k - begin), last = (w.n - 1) / LANES;
+        for (long p = 0; p < 2 * count; ++p)
+            at[p] = (const W*)panel_at(w, index, std::min(panel + p + (p < count ? 0 : skipped), last)) +
+                    (pairs ? begin / 2 : begin * LANES);
+        for (long r = 0; r < rows; ++r) row[r] = (const X*)x[r] + begin;
+        if constexpr (AMX && pairs)
+            multiply_by_amx(row[0], rounded_stride(w.k), rows, at, count, depth, sums, columns, fresh);
+        // Rounded rows and panels have a 0 after an odd k.
+        else multiply(row, rows, at, count, pairs ? 1 : LANES, depth + (rounds & depth), sums, columns, fresh, count);
     }
 }
 
-// Work items of a product: row blocks x groups of panels. Smaller groups where there are few.
+// Work items of a product: row blocks x groups of panels. Smaller groups where there are few, or threads would get
+// different numbers of panels; tiles of few rows take 4 panels.
 struct Items {
-    long begin, rows, panels, group, row_blocks, groups;
+    long begin, rows, panels, threads, group, row_blocks;
     Items(long begin, long end, long n, long threads)
-        : begin(begin), rows(end - begin), panels((n + LANES - 1) / LANES) {
+        : begin(begin), rows(end - begin), panels((n + LANES - 1) / LANES), threads(threads) {
         row_blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
         for (group = GROUP_PANELS; group > 1 && row_blocks * (panels / group) < 2 * threads; group /= 2) {}
-        groups = (panels + group - 1) / group;
+        if (row_blocks == 1 && rows > 4 && panels % (8 * threads) && panels % (6 * threads) == 0) group = 6;
     }
-    long count() const { return row_blocks * groups; }
+    long count() const { return row_blocks * ((panels + group - 1) / group); }
 };
 
 // One item of the product with matrix `index`: out[row] (+)= x[row] Wᵀ + bias. Rows of experts are assignments, which
-// `order` sorts; the input of the first product (`mode`) is that of their token.
+// `order` sorts; the input of the first product (`mode`) is that of their token. Other products of whole panels are
+// summed in `out` itself, but by AMX, whose tiles have 16 rows.
 static void multiply_item(const Op& op, const Items& items, long item, long index, const bfloat16* rounded) {
     const long first = item % items.row_blocks * BLOCK_ROWS, panel = item / items.row_blocks * items.group;
     const long rows = std::min(BLOCK_ROWS, items.rows - first), stride = rounded_stride(op.matrix.k);
     const long panels = std::min(items.group, items.panels - panel), columns = panels * LANES;
-    const float* x[BLOCK_ROWS]; float* out[BLOCK_ROWS];
-    const bool rounds = ROUNDS && op.matrix.bf16 && !rounded;
-    float* sums = take_scratch(SUMS + (rounds ? (rows + 31) * stride / 2 : 0));
+    const void* x[BLOCK_ROWS]; float* out[BLOCK_ROWS];
+    const bool rounds = ROUNDS && op.matrix.bf16;
+    const bool direct = op.kind == LINEAR && !op.bias && op.matrix.n % LANES == 0 && !(AMX && op.matrix.bf16);
+    float* sums = take_scratch(SUMS + (rounds && !rounded ? (rows + 31) * stride / 2 : 0));
     bfloat16* work = (bfloat16*)(sums + SUMS);
     for (long r = 0; r < rows; ++r) {
         const long place = op.kind == LINEAR ? first + r : op.routing.order[items.begin + first + r];
-        x[r] = op.in + (op.mode ? place / op.routing.top_k : place) * op.in_stride + index * op.in_step;
-        out[r] = op.out + place * op.out_stride + index * op.out_step;
-        if (rounds) round_row(x[r], op.matrix.k, work + r * stride);
+        const float* in = op.in + (op.mode ? place / op.routing.top_k : place) * op.in_stride + index * op.in_step;
+        out[r] = op.out + place * op.out_stride + index * op.out_step + panel * LANES;
+        if (rounds && !rounded) round_row(in, op.matrix.k, work + r * stride);
+        x[r] = !rounds ? (void*)in : rounded ? rounded + (first + r) * stride : work + r * stride;
     }
+    const long skipped = items.row_blocks > 1 ? items.panels : (items.threads - 1) * items.group;
     (op.matrix.bf16 ? multiply_panels<Pairs> : multiply_panels<float>)(
-        x, rounded ? rounded + first * stride : work, rows, op.matrix, index, panel, panels, sums);
-    for (long r = 0; r < rows; ++r)
+        x, rows, op.matrix, index, panel, panels, skipped, direct ? out[0] : sums, direct ? op.out_stride : columns,
+        !direct || !op.accumulate);
+    for (long r = 0; r < rows && !direct; ++r)
         for (long c = 0; c < columns; c += LANES) {
             const long column = panel * LANES + c, count = op.matrix.n - column;
             Vec y = load(sums + r * columns + c);
             if (op.bias) y = y + load(op.bias + index * op.matrix.n + column, count);
-            store_or_add(out[r] + column, y, count, op.accumulate);
+            store_or_add(out[r] + c, y, count, op.accumulate);
         }
 }

@@ -54,6 +54,7 @@ INLINE bfloat16 to_bfloat16(float x) {
     const uint32_t bits = __builtin_bit_cast(uint32_t, x);
     return x != x ? 0x7fc0 : bfloat16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
+template <class W> INLINE W convert(float x) { return std::is_same_v<W, float> ? x : to_bfloat16(x); }
 INLINE Vec load(const bfloat16* p) {
     Vec v;
     EACH v.part[i] = (Part)((IntPart)LOAD_UINT16(p + i * (LANES / PARTS)) << 16);

@@ -34,11 +34,11 @@ DEFAULT_POOL = 4 * 2**30
 class StepSettings(NamedTuple):
     """Maximum size of one engine step (one forward pass of the batch), for the prediction of the memory that it takes.
 
-    tokens: maximum number of tokens of a step. sequences: maximum number of sequences of a step. compiled: True if
-    compiled CPU kernels compute the step (where they support the dtype), False if plain torch computes it; no effect on
-    GPUs. threads: kernel threads of each rank."""
+    tokens: maximum number of tokens of a step, by default 512 of prompts and one of each sequence. sequences: maximum
+    number of sequences of a step. compiled: True if compiled CPU kernels compute the step (where they support the
+    dtype), False if plain torch computes it; no effect on GPUs. threads: kernel threads of each rank."""
 
-    tokens: int = 512
+    tokens: int = 576
     sequences: int = 64
     compiled: bool = True
     threads: int = 1

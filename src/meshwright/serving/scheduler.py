@@ -137,14 +137,14 @@ class Scheduler:
         mine.sort(key=lambda sequence: len(sequence.tokens) - sequence.computed > 1)  # decoding ones first
         picked: list[tuple[Sequence, range, range]] = []
         budget, rows = self._limits.token_budget, self._limits.logits
+        decoding = sum(len(sequence.tokens) - sequence.computed == 1 for sequence in mine)
+        budget -= max(0, min(self._limits.max_sequences, budget // 8) - decoding)  # reserved, so that chunks stay long
         for sequence in mine:
             assert not sequence.in_flight, f"the last batch of group {group} has not been recorded"
             wanted = min(len(sequence.tokens) - sequence.computed, budget)
             if sequence.scores_prompt:
                 wanted = min(wanted, rows)
-            if not wanted or not rows:
-                continue
-            if count := self._allocate(sequence, wanted):
+            if wanted and rows and (count := self._allocate(sequence, wanted)):
                 positions = sequence.get_output_positions(count)
                 picked.append((sequence, range(sequence.computed, sequence.computed + count), positions))
                 budget -= count

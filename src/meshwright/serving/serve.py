@@ -59,7 +59,7 @@ class ServeOptions(TypedDict, total=False):
         max_length: Maximum number of tokens of a prompt and its answer; default: the model's positions, or fewer if
             they do not fit.
         max_sequences: Maximum number of sequences of a step; default 64, or `token_budget` if that is less.
-        token_budget: Maximum number of tokens of a step; default 512.
+        token_budget: Maximum number of tokens of a step; default 576.
         host: Address to listen on; default `"127.0.0.1"`.
         port: Port to listen on, 0 for any free port; default 8000.
         served_model_name: Name of the model in the API; default: the directory's name.
