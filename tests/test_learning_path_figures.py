@@ -67,7 +67,7 @@ def test_computation_of_tensor_parallel_layouts(plans: Mapping[str, Estimate]):
     for column, estimate in enumerate(plans.values(), start=1):
         milliseconds = dict.fromkeys(("norm", "residual", "else"), 0.0)
         for row in explain(estimate.problem, estimate.layout, 0):
-            milliseconds[row.name if row.name in milliseconds else "else"] += 1e3 * row.seconds
+            milliseconds[row.operation if row.operation in milliseconds else "else"] += 1e3 * row.seconds
         assert [row[column] for row in rows] == [f"{each:.1f}" for each in milliseconds.values()]
         assert total[column] == f"{sum(milliseconds.values()):.1f}"
 
@@ -76,7 +76,7 @@ def test_launches_of_kernels_are_not_divided_by_tensor_parallelism(plans: Mappin
     text = (LEARN / "4-tensor-sequence.md").read_text()
     without, divided = (
         {
-            name: [row for row in explain(one.problem, one.layout, 0) if row.name == name]
+            name: [row for row in explain(one.problem, one.layout, 0) if row.operation == name]
             for name in ("norm", "residual")
         }
         for one in plans.values()

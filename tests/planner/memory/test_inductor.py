@@ -167,7 +167,7 @@ def test_layer_without_rotary_positions_has_kernels_of_its_own_kind() -> None:
         config, Layout.parse("pp2 mb2 ac:selective"), batch=16, sequence=256, rank=1, parameter_dtype="bfloat16",
         compile=True,
     )  # fmt: skip
-    assert found.peak_bytes == pytest.approx(19_962_696, rel=1e-4)
+    assert found.peak_bytes == pytest.approx(19_372_896, rel=1e-4)
 
 
 def test_tables_are_those_of_the_nearest_torch_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
