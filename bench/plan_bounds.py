@@ -26,7 +26,7 @@ BOUNDS = Path(__file__).parents[1] / "src" / "meshwright" / "planner" / "cost" /
 OUTSIDE = 0.06
 """Share of runs that quantiles leave outside, before `conformal_shift` widens them."""
 COVERED = 0.9
-"""Share of a new project's runs that the bounds hold, if it is like those to which no rate was fitted."""
+"""Share of a new project's runs that the bounds hold, if it is like those whose sources no rate was fitted to."""
 HELD_BACK = ("MaxText", "PaxML", "Kubernetes", "Llama 3", "NVIDIA/NeMo docs")
 """How the names of sources begin that no constant of the planner was fitted to, beside those of `UNSEEN`."""
 WIDEN = 0.25

@@ -182,7 +182,7 @@ def main() -> int:
         if options.explain:
             print(text, lines[-1]["predicted_parts"], *lines[-1]["measured_parts_by_rank"], sep="\n  ")
             for row in explain(estimate.problem, estimate.layout)[:14]:
-                print(f"  {row.name:<24} {row.phase:<8} x{row.count:<5g} {row.shape} {row.seconds * 1e3:8.2f} ms")
+                print(f"  {row.operation:<24} {row.phase:<8} x{row.count:<5g} {row.shape} {row.seconds * 1e3:8.2f} ms")
     print(table(lines), file=sys.stderr)
     errors = [abs(line["error"]) for line in lines]
     if not options.only and not options.explain:

@@ -26,7 +26,10 @@ from meshwright.probe import communication
 from meshwright.recipe import load_recipe_text
 from meshwright.spec.initial_values import INITIAL_VALUES_VERSION
 from meshwright.training import loop
+from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.loss_scale import LossScale
+from meshwright.training.preference import Preferences
+from meshwright.training.preference_loss import Preference
 from meshwright.training.trainer import Trainer
 from tests.training import checkpoint_cases
 from tests.training import training_cases as cases
@@ -477,6 +480,14 @@ def test_steps_launched_ahead_are_logged_and_saved_as_steps_finished_at_once(two
     assert lines == lines_ahead and [line[0] for line in lines] == [*range(1, 8)]
     assert states == states_ahead and [state["step"] for state in states] == [6, 7]
     assert all(torch.equal(weights[name], weights_ahead[name]) for name in weights)
+
+
+@pytest.mark.parametrize(("loss", "ahead"), [("kto", False), ("dpo", True)])
+def test_steps_are_not_launched_ahead_if_the_next_one_changes_a_metric(loss: str, ahead: bool):
+    """KTO's KL estimate is computed when a step begins, and reported when it is finished."""
+    objective = Preferences(Preference(loss), {})
+    task = SimpleNamespace(objective=objective)
+    assert LanguageModelTask.can_launch_ahead.fget(task) is ahead
 
 
 def test_stop_is_obeyed_after_the_step_that_was_launched_ahead(two, home):

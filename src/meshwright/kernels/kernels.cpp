@@ -275,21 +275,21 @@ struct Pool {
         cpu_set_t all;
         if (threads > 1 && !sched_getaffinity(0, sizeof all, &all) && CPU_COUNT(&all) == threads)
             for (long cpu = 0; cpu < CPU_SETSIZE; ++cpu)
-                if (CPU_ISSET(cpu, &all)) CPU_SET(cpu, &cpus_.emplace_back());
-        if (!cpus_.empty()) cpus_.push_back(all);
+                if (CPU_ISSET(cpu, &all)) cpus_.emplace_back(), CPU_SET(cpu, &cpus_.back());
         for (long i = 1; i < threads; ++i)
             workers_.emplace_back([this, i] { bind(i); while (!stop_) wait_for_change(take_items()); });
     }
     ~Pool() { stop_ = true, publish(0); }
     void bind(long i) const { if (!cpus_.empty()) sched_setaffinity(0, sizeof(cpu_set_t), &cpus_[i]); }
     void run(const Op* ops, long count, const Step* step) {
-        bind(0);
+        cpu_set_t before;
+        if (!cpus_.empty()) sched_getaffinity(0, sizeof before, &before), bind(0);
         run_ = {ops, count, step, long(workers_.size()) + 1, std::move(run_.partials), std::move(run_.rounded)};
         find_tiles(run_);
         current_ = -1;
         begin_next();
         for (uint64_t seen; (seen = take_items()) & MASK;) wait_for_change(seen);  // no items: all is done
-        bind(run_.threads);  // to all CPUs
+        if (!cpus_.empty()) sched_setaffinity(0, sizeof before, &before);
     }
 
     static constexpr uint64_t BITS = 24, MASK = (1 << BITS) - 1;

@@ -78,8 +78,8 @@ class Mixture(nn.Module):
         y_BSH, loss = self._forward_routed(own_BSH, counted_B, compute_shared)
         if not slices:
             y_BSH = self.tensor.join_tokens(y_BSH, "experts.output")
-        for shared_BSH in shared:
-            y_BSH = y_BSH + shared_BSH
+        if self.shared is not None:
+            y_BSH = y_BSH + shared[0]
         return y_BSH, loss
 
     def _forward_routed(

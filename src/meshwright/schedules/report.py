@@ -211,8 +211,8 @@ def _split_parts(parts: Sequence[float], chunks: int, transfer: ArrayLike) -> Co
 
 
 def _format_figure(value: float) -> str:
-    """Return a number as text: all digits before the decimal point, at least four digits in all."""
-    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+    """Return a number as text: all digits before the decimal point, four significant digits without trailing zeros."""
+    return f"{value:.4g}" if abs(value) < 9999.5 else f"{value:.0f}"
 
 
 def _format_range(values: list[float]) -> str:

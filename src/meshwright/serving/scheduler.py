@@ -72,9 +72,9 @@ class Scheduler:
     """Scheduler of continuous batching with chunked prefill over one pool of KV blocks. Deterministic: every rank of a
     replica runs its own copy with the same calls.
 
-    A step takes one token of each decoding sequence, then chunks of prompts, the oldest sequence first, up to the token
-    budget. Requests are admitted by priority, then arrival, as long as every admitted sequence can get all KV blocks
-    that it needs to finish (`AdmissionState`).
+    A step takes a token of each decoding sequence, then chunks of prompts, the oldest first, up to the token budget, of
+    which up to an eighth is for decoding alone. Requests are admitted by priority, then arrival, as long as every
+    admitted sequence can get all KV blocks that it needs to finish (`AdmissionState`).
 
     limits: sizes of the pool and of a step; its token budget is at least its number of sequences. groups: number of
     pipeline groups, each sequence in one.
@@ -138,7 +138,7 @@ class Scheduler:
         picked: list[tuple[Sequence, range, range]] = []
         budget, rows = self._limits.token_budget, self._limits.logits
         decoding = sum(len(sequence.tokens) - sequence.computed == 1 for sequence in mine)
-        budget -= max(0, min(self._limits.max_sequences, budget // 8) - decoding)  # reserved, so that chunks stay long
+        budget -= max(0, min(-(-self._limits.max_sequences // self._groups), budget // 8) - decoding)  # for later ones
         for sequence in mine:
             assert not sequence.in_flight, f"the last batch of group {group} has not been recorded"
             wanted = min(len(sequence.tokens) - sequence.computed, budget)

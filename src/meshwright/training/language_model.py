@@ -287,6 +287,11 @@ class LanguageModelTask:
         training, of the reference log-probabilities. A run resumes only if these checksums are unchanged."""
         return {"data_sha256": self.data.sha256, **self.objective.state()}
 
+    @property
+    def can_launch_ahead(self) -> bool:
+        """True unless the start of a step computes a figure that is among its metrics, such as KTO's KL estimate."""
+        return not self.objective.estimates
+
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
         """Return an empty list: the model has no buffers or frozen parameters to save. owned: ignored."""
         return []

@@ -125,8 +125,8 @@ class Run:
 
     def _step(self) -> None:
         """Run one training step, then validation, logging and a checkpoint if they are due. If nothing but a log line
-        is due, a step on a GPU is finished only after the next one is launched, so that the GPU never waits for the
-        host."""
+        is due, a step on a GPU is finished only after the next one is launched, so that the GPU does not wait for the
+        host between steps."""
         train = self.recipe.train
         trainer = self.trainer
         profiled = self.profile.before_step(trainer)
@@ -152,8 +152,8 @@ class Run:
         due = last or (every > 0 and done % every == 0)
         # Every checkpoint needs its validation loss.
         validates = train.validate_every > 0 and (due or done % train.validate_every == 0)
-        profiled |= done + 1 == self.profile.first  # the recording begins with an idle device
-        if trainer.can_launch_ahead and not (due or validates or profiled or stop or save_failed):
+        at_once = due or validates or profiled or done + 1 == self.profile.first  # a recording begins on an idle device
+        if trainer.can_launch_ahead and not (at_once or stop or save_failed):
             self._unfinished = launched
             return
         outcome, validation = self._finish_step(launched, validates)

@@ -88,7 +88,8 @@ class Objective(Protocol):
     summed over the terms besides the loss. metric_names: names of the metrics that `report` returns. max_terms: maximum
     number of pairs (or single labelled responses) in a sequence. metric_sums: sums of the metrics over the last forward
     passes, if the objective itself computes them; else None. teacher_work: work of a teacher model, from which the
-    planner predicts its cost; None without a teacher."""
+    planner predicts its cost; None without a teacher. estimates: True if `begin` computes a figure that `report`
+    returns."""
 
     pair_loss: Preference | None
     metric_count: int
@@ -96,6 +97,7 @@ class Objective(Protocol):
     max_terms: int
     metric_sums: torch.Tensor | None
     teacher_work: TeacherWork | None
+    estimates: bool
 
     def annotate(self, documents: Documents, batch: TokenBatch, split: str, rows: NDArray[np.int64]) -> Documents:
         """Add the further inputs of the loss to `documents` (document boundaries in the sequences of `batch`) and
@@ -167,6 +169,7 @@ class NextToken:
     max_terms = 0
     metric_sums: torch.Tensor | None = None
     teacher_work: TeacherWork | None = None
+    estimates = False
 
     def annotate(self, documents: Documents, batch: TokenBatch, split: str, rows: NDArray[np.int64]) -> Documents:
         """Return `documents` unchanged: the loss needs only tokens and targets. batch, split, rows: ignored."""

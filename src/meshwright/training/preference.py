@@ -95,6 +95,7 @@ class Preferences:
         self.pair_loss: Preference | None = pair_loss
         self.metric_names: Sequence[str] = REWARDS if pair_loss.responses == 2 else (*REWARDS, KL)
         self.reference: Reference | None = None
+        self.estimates = pair_loss.responses == 1
         self.kl = 0.0
         self._splits, self._of = splits, pair_loss.responses
         self.max_terms = max((int(each.examples_by_row.max(initial=1)) for each in splits.values()), default=0)

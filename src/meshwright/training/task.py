@@ -58,6 +58,11 @@ class Task(Protocol):
     def load_step(self, step: int) -> Sequence[Any]:
         """Return this rank's micro-batches of the step with index `step` (from 0)."""
 
+    @property
+    def can_launch_ahead(self) -> bool:
+        """True if a step may be launched before the outcome of the one before is read: its start changes nothing that
+        this outcome needs, and a skipped step leaves nothing to restore."""
+
     def prefetch_step(self, step: int) -> None:
         """Load the micro-batches of the coming step, `step`, in advance, if they do not depend on the present one. The
         trainer calls it on a GPU once it has queued the present step's work."""

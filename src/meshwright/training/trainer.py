@@ -56,8 +56,8 @@ class Trainer:
     @property
     def can_launch_ahead(self) -> bool:
         """True if a step may be launched before the one before it is finished: on a GPU, which itself skips the update
-        of a step that is not finite, if no loss scale and no buffers depend on the outcome."""
-        return self.updates_early and not self.loss_scale.dynamic and not self.task.buffer_bytes()
+        of a step that is not finite, if no loss scale depends on the outcome and the task allows it."""
+        return self.updates_early and not self.loss_scale.dynamic and self.task.can_launch_ahead
 
     def step(self, **flags: bool) -> StepOutcome:
         """Run one training step and return its outcome. flags: arguments of `launch_step`. Collective."""
@@ -65,7 +65,7 @@ class Trainer:
         return self.finish_step()
 
     def launch_step(self, *, stop: bool = False, save_failed: bool = False) -> None:
-        """Run one training step: forward and backward of every micro-batch, one all-reduce of the outcome, one update.
+        """Launch a training step: forward and backward of all micro-batches, one all-reduce of the outcome, one update.
         A GPU may still compute it at the return, and `finish_step` waits for its outcome. Collective.
 
         The loss is summed over the terms of the whole step on all ranks (target tokens, pairs or items) and divided by
@@ -190,7 +190,7 @@ class Trainer:
 
     def _copy_outcome(self, values: torch.Tensor) -> Callable[[], StepOutcome]:
         """Queue a copy of the result of `_all_reduce_outcome`, `values`, to host memory. Return a function that waits
-        for this copy, the host's only wait for the GPU in a step, and returns the step's outcome."""
+        for this copy and returns the step's outcome."""
         copied = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
         copied.copy_(values, non_blocking=True)
         stream = backend.current_stream(self.device)

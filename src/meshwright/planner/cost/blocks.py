@@ -175,4 +175,6 @@ def _last_product(batch: MicroBatch, mixed: bool) -> str | None:
         return None
     if not mixed:
         return "mlp.down"
-    return "mlp.shared.down" if config.shared_intermediate and not config.shared_gate else None
+    # Under expert parallelism the shared expert is computed while tokens are dispatched, before other saved results.
+    last = config.shared_intermediate and not config.shared_gate and not batch.expert_parallel
+    return "mlp.shared.down" if last else None

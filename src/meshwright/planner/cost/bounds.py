@@ -8,9 +8,9 @@ bounds are narrower. `bench/plan_accuracy.py` writes the file, and tests it by p
 the runs of the others.
 
 The rates were fitted to most of these runs, so their quantiles are too narrow for others. One factor widens both, that
-of split conformal prediction from the runs of those projects to which no rate was fitted: if a new project is like
-them, 90 % of its runs are expected between the bounds. No published run used the engine `meshwright`: its bounds also
-include this repository's own measurements.
+of split conformal prediction from runs of sources to which no rate was fitted: if a new project is like theirs, 90 % of
+its runs are expected between the bounds, fewer as the engines of some were chosen with these runs in sight. No
+published run used the engine `meshwright`: its bounds also include this repository's own measurements.
 """
 
 from __future__ import annotations

@@ -115,9 +115,8 @@ class DataCalls:
                 "pipeline.gradients.shared", "pp", "all-reduce", len(holders), flat.held * work.master_bytes
             )
             for call in ZERO_CALLS:
-                if flat.zero in call.stages and not (
-                    call.of_parameters and call.repeats
-                ):  # those: `count_unit_gathers`
+                by_unit = call.of_parameters and call.repeats  # counted by `count_unit_gathers`
+                if flat.zero in call.stages and not by_unit:
                     self.count_data_call(
                         call.site, AXES_OF[flat.part][call.group], call.operation,
                         flat.held if call.of_shard else flat.padded,

@@ -286,7 +286,9 @@ def _record(kind: Any, table: Mapping[str, Any], name: str) -> Any:
     times differ in number."""
     found = kind(
         **{
-            field.name: _curve(table) if field.type == "Curve" else _READERS[str(field.type)](table[field.name], name)
+            field.name: _curve(table)
+            if field.type == "Curve"
+            else _READERS[str(field.type)](table[field.name], f"{name}.{field.name}")
             for field in fields(kind)
         }
     )

@@ -14,7 +14,7 @@ from meshwright.planner.cost.layer_times import group_by_structure, micro_batch_
 from meshwright.planner.cost.micro_batch import DTYPES, LayerKind, MicroBatch, Number, layer_examples
 from meshwright.planner.memory import compiled_peaks
 from meshwright.planner.memory.compiled_blocks import can_predict_compiled
-from meshwright.planner.memory.published import StateBytes, published_layer
+from meshwright.planner.memory.published import StateBytes, keeps_gathered, loss_bytes, published_layer
 from meshwright.planner.memory.saved import saved_activations
 from meshwright.planner.memory.stage_snapshots import queued_bytes
 from meshwright.planner.memory.states import optimizer_kinds
@@ -58,7 +58,9 @@ class ActivationBytes:
         found = one[:, which] * rows
         self.layer, self.queued_layer = found[: len(kinds)], found[len(kinds) : -3]
         self.first, self.last, passing = found[-3:]
-        sizes = [(one.rows, one.layout.tp, one.layout.cp) for one in candidates]
+        sizes = [
+            (one.rows, one.layout.tp, one.layout.cp, keeps_gathered(one.layout, problem.engine)) for one in candidates
+        ]
         losses = {size: self._loss(*size) for size in dict.fromkeys(sizes)}
         self.head, logits = np.array([losses[size] for size in sizes]).T
         # In `meshwright` both may be allocated at once; in other engines the loss ends before a layer is recomputed.
@@ -129,15 +131,16 @@ class ActivationBytes:
         last = sum(each.bytes for each in ends if each.name != "head.weight.gradient") - empty
         return [*layers, *queued, saved(batch, _FIRST), last, most + 4 * stream]
 
-    def _loss(self, rows: int, tp: int, cp: int) -> tuple[float, float]:
+    def _loss(self, rows: int, tp: int, cp: int, gathered: bool) -> tuple[float, float]:
         """Return (bytes of the gradient of the head's weight, peak bytes that the loss allocates, with this gradient)
-        for a micro-batch of `rows` sequences. tp, cp: sizes of the axes."""
+        for a micro-batch of `rows` sequences. tp, cp: sizes of the axes; gathered: True if the head keeps its gathered
+        input."""
         problem, config, device = self.problem, self.problem.config, self.problem.cluster.kind
         if config.head not in ("next", "masked"):
             return 0.0, 0.0
         tokens, width = count_predictions(config, rows, problem.sequence) // cp, -(-config.vocabulary // tp)
         if not self.ours:
-            return 0.0, tokens * width * (self.itemsize + problem.engine.loss_holds)
+            return 0.0, loss_bytes(problem.engine, tokens, width, self.itemsize, gathered * config.hidden)
         chunks = split_loss_chunks(tokens, min(width, config.vocabulary), device)
         longest = max(chunks)
         head = 0.0 if config.adapter else float(width * config.hidden * (self.itemsize if len(chunks) == 1 else 4))

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwright.layout import Layout
 from meshwright.planner.cost.dimensions import Dimensions, list_properties
+from meshwright.planner.cost.engines import Engine
 from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number
 from meshwright.planner.cost.tables import select_items
 from meshwright.toml import read_packaged_toml
@@ -32,7 +34,7 @@ def published_layer(batch: MicroBatch, mixture: bool = False) -> dict[str, Numbe
     flags = {
         "alternate": engine.name == "torchtitan" and recompute == "selective" and not mixture,
         "stores_scores": batch.kernel == "scores" and recompute == "none", "compiled": engine.fusion == "compiled",
-        "gathered": keeps_gathered(batch),
+        "gathered": keeps_gathered(batch.layout, batch.engine),
     }  # fmt: skip
     true = list_properties(batch, kind) | {name for name, value in flags.items() if value}
     table = read_packaged_toml("planner/memory/published.toml")
@@ -45,10 +47,19 @@ _CONVENTIONS = {"torchtitan": "eager", "llm-foundry": "eager", "nanotron": "eage
 """Lists of `published.toml` by engine; Megatron-LM's for all others."""
 
 
-def keeps_gathered(batch: MicroBatch) -> bool:
+def keeps_gathered(layout: Layout, engine: Engine) -> bool:
     """Return True if products keep their all-gathered inputs under sequence parallelism, as those of DTensors do;
     Megatron-LM gathers them again in the backward."""
-    return batch.layout.tp > 1 and batch.layout.tensor_sequence_parallel and batch.engine.name == "torchtitan"
+    return layout.tp > 1 and layout.tensor_sequence_parallel and engine.name == "torchtitan"
+
+
+def loss_bytes(engine: Engine, tokens: float, width: int, itemsize: int, gathered_hidden: int) -> float:
+    """Return the bytes of logits and of what the loss allocates for them. tokens, width: rows and columns of a rank's
+    logits; itemsize: bytes of an element; gathered_hidden: hidden size if the head keeps its gathered input
+    (`keeps_gathered`), else 0. The loss over sharded logits also holds their product with the exponential
+    (torch/distributed/tensor/parallel/loss.py, _nll_loss_and_log_softmax_backward)."""
+    gathered = gathered_hidden * itemsize + 4 * width if gathered_hidden else 0
+    return tokens * (width * (itemsize + engine.loss_holds) + gathered)
 
 
 @dataclass(frozen=True, slots=True)

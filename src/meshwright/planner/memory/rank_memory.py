@@ -24,7 +24,7 @@ from meshwright.planner.cost.pipeline_times import communicated_zero_stage, plac
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.memory.activation_bytes import state_bytes_per_parameter
 from meshwright.planner.memory.ledger import CUDA_CONTEXT, STORED, Ledger, ledger
-from meshwright.planner.memory.published import keeps_gathered, published_layer
+from meshwright.planner.memory.published import keeps_gathered, loss_bytes, published_layer
 from meshwright.planner.memory.snapshot import Allocation
 from meshwright.planner.problem import Problem
 from meshwright.spec.stage_times import program_for
@@ -173,10 +173,8 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Alloc
     logits = 0.0
     if config.head in ("next", "masked") and any(stage.last for stage in place):
         tokens = count_predictions(config, batch.rows, problem.sequence) / layout.cp
-        logits = tokens * batch.vocabulary * (x + engine.loss_holds)
-        # The head's gathered input; the sharded loss also holds its product with the exponential
-        # (torch/distributed/tensor/parallel/loss.py, _nll_loss_and_log_softmax_backward).
-        logits += keeps_gathered(batch) * tokens * (config.hidden * x + batch.vocabulary * 4)
+        gathered = config.hidden * keeps_gathered(layout, engine)
+        logits = loss_bytes(engine, tokens, batch.vocabulary, x, gathered)
     # The loss has ended when a layer is recomputed, so the larger of the two counts.
     if again * x / 2 > logits:
         yield Allocation("activations", "a recomputed layer", bytes=round(again * x / 2))

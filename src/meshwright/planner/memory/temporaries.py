@@ -123,9 +123,8 @@ def ring_backward(batch: MicroBatch, kind: LayerKind) -> Iterator[Allocation]:
     yield message("upcast gradients of keys and values", 6 * kv_heads * of_head * wide)
     passing = 2 * kv_heads * of_head * x * (1 + min(2, batch.cp - 1))
     results = (heads + 2 * kv_heads) * of_head * x  # after the last ring step
-    if "flash" in list_properties(
-        batch, kind
-    ):  # a call with half of the tokens, and with documents copies of what is concatenated
+    # A call with half of the tokens, and with documents copies of what is concatenated.
+    if "flash" in list_properties(batch, kind):
         copied = batch.masked and batch.rows > 1
         lines = count_flash_lines(batch, heads, half, batch.ring_documents if batch.masked else 0)
         inside = 4 * lines * (1 + -(-size // 32) * 32) + (2 * heads * of_head if kv_heads < heads else 0)

@@ -171,6 +171,11 @@ class ModuleTask:
         unchanged."""
         return {"data_samples": len(self.spec.data)}
 
+    @property
+    def can_launch_ahead(self) -> bool:
+        """True if the module has no buffers, which a skipped step would have to restore."""
+        return not self.values.has_buffers
+
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
         """Return buffers, and without an adapter frozen parameters, as checkpoint slices. owned: True to return only
         the slices that this rank writes (all on rank 0, none elsewhere); False to return all."""

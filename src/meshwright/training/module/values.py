@@ -43,6 +43,11 @@ class UntrainedTensors:
         self._looks = 0
         self._looking = False
 
+    @property
+    def has_buffers(self) -> bool:
+        """True if the module has buffers."""
+        return bool(self._buffers())
+
     def begin_step(self) -> None:
         """Copy the buffers that earlier steps have changed, so that `restore_buffers` can undo a skipped step. In steps
         1, 2, 4, 8 ... of this process copy all buffers; `end_step` then compares them with their new values, to find
