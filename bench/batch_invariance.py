@@ -149,7 +149,7 @@ def main() -> None:
         if kernels is None:
             raise SystemExit("no compiler")
         kernels.set_threads(arguments.threads)
-        limits = StepLimits(2048, 512, 32, 1024)
+        limits = StepLimits(2048, 544, 32, 1024)  # 32 tokens of a step are reserved for decoding
         mesh = Mesh.single(device="cpu")
         runner = NativeRunner(kernels, RankWeights(directory, mesh), mesh, dtype, limits)
         engine = Engine(runner, build_scheduler(runner.config, limits))
