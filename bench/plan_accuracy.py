@@ -171,8 +171,9 @@ def summary(found: dict[str, Predictions], left_out: Bounded) -> dict[str, Any]:
 
 
 def held_out(everything: dict[str, Predictions], judged: dict[str, Predictions] | None = None) -> Bounded:
-    """Return, by source, the bounds of its runs computed from the runs of other projects alone. judged: sources whose
-    bounds are returned, `everything` by default."""
+    """Return, by source, the bounds of its runs computed from the runs of other projects. Only the factor
+    `shift` knows its runs a little: the scores of other projects come from bounds to which they contributed. judged:
+    sources whose bounds are returned, `everything` by default."""
     found: Bounded = {}
     tables: dict[str, BoundsTable] = {}
     scored = plan_bounds.scores([pair for pairs in everything.values() for pair in pairs])

@@ -87,7 +87,8 @@ def conformal_shift(scored: list[tuple[str, float]], without: str | None = None)
     """Return the factor of both bounds by split conformal prediction: the quantile `COVERED` (n + 1) / n of the scores
     of n projects, each with the same weight. Projects, not runs, are what a new one is exchangeable with.
 
-    scored: project and score of each run (`scores`); without: project that is left out."""
+    scored: project and score of each run (`scores`); without: project that is left out. Of fewer
+    than 9 projects the result is the largest score, which covers less."""
     runs_of = Counter(whose for whose, _ in scored if whose != without)
     ordered = sorted((score, whose) for whose, score in scored if whose != without)
     passed = accumulate(1 / runs_of[whose] for _, whose in ordered)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import struct
 import sys
+import termios
 
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.terminal import print_message, print_row, wrap_on_terminal
+from meshwright.terminal import print_message, print_row, read_columns, wrap_on_terminal
 
 CHECKED = "  checked           every contribution arrives exactly once; no race; no deadlock even if sends block"
 CANDIDATE = f"{'zb-h2':<24} {60.6:>12} {7:>8}  over the memory limit"
@@ -79,3 +83,17 @@ def test_text_for_a_pipe_is_not_wrapped(columns, monkeypatch):
     columns(60)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
     assert wrap_on_terminal(CHECKED) == CHECKED
+
+
+def test_width_is_that_of_the_terminal_that_is_written_to(monkeypatch: pytest.MonkeyPatch):
+    """Standard error may be a terminal where standard output is a pipe."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    control, terminal = os.openpty()
+    try:
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 61, 0, 0))
+        with os.fdopen(terminal, "w") as stream:
+            assert read_columns(stream) == 61
+            monkeypatch.setenv("COLUMNS", "47")
+            assert read_columns(stream) == 47
+    finally:
+        os.close(control)

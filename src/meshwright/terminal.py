@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
 import sys
 from collections.abc import Iterable
 from textwrap import fill
-from typing import Any
+from typing import Any, TextIO
 
 _UNWRAPPED = re.compile(r".*\||\s*[\w.]+ = |to resume: ")
 LEAST_WORDS = 16
@@ -32,17 +34,25 @@ def wrap_on_terminal(text: str) -> str:
     """Wrap lines of prose, and prose in the last column of a table, at words to the terminal's width. Lines of pictures
     (with bars), lines to be copied (recipe keys, commands) and lines of figures alone are left unchanged, and so is all
     text if standard output is a file or pipe."""
-    return _wrap_lines(text) if sys.stdout.isatty() else text
+    return _wrap_lines(text, read_columns(sys.stdout)) if sys.stdout.isatty() else text
 
 
 def wrap_message(text: str) -> str:
     """Wrap text for standard error as `wrap_on_terminal` wraps text for standard output."""
-    return _wrap_lines(text) if sys.stderr.isatty() else text
+    return _wrap_lines(text, read_columns(sys.stderr)) if sys.stderr.isatty() else text
 
 
-def _wrap_lines(text: str) -> str:
-    """Wrap the lines of `text` to the terminal's width; see `wrap_on_terminal`."""
-    width = shutil.get_terminal_size().columns
+def read_columns(stream: TextIO) -> int:
+    """Return the width in characters of the terminal that `stream` is: the environment variable COLUMNS if it is set,
+    else what the terminal says; 80 if it says nothing."""
+    if not os.environ.get("COLUMNS"):
+        with contextlib.suppress(OSError, ValueError):
+            return os.get_terminal_size(stream.fileno()).columns or 80
+    return shutil.get_terminal_size().columns
+
+
+def _wrap_lines(text: str, width: int) -> str:
+    """Wrap the lines of `text` to `width` characters; see `wrap_on_terminal`."""
     return "\n".join(
         line if len(line) <= width or _UNWRAPPED.match(line) else _wrap_last_column(line, width)
         for line in text.split("\n")
@@ -98,7 +108,7 @@ def print_message(text: str) -> None:
 def print_row(text: str) -> None:
     """Print one line of a table on standard error. If that is a terminal too narrow for the line, its columns are moved
     together, and the line is wrapped between words if that does not suffice."""
-    if sys.stderr.isatty() and len(text) > (width := shutil.get_terminal_size().columns):
+    if sys.stderr.isatty() and len(text) > (width := read_columns(sys.stderr)):
         text = re.sub(r"(?<=\S) {2,}(?=\S)", "  ", text)
         text = text if len(text) <= width else _fill(text, width, "    ")
     print_message(text)

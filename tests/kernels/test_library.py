@@ -134,7 +134,7 @@ def test_ordered_rows_are_packed_without_a_copy_of_the_matrices(kernels: Kernels
 
 
 def emulate_amx(x: np.ndarray, packed: PackedMatrix) -> np.ndarray:
-    """The product as `multiply_amx` computes it: tiles read from the packed bytes by address arithmetic alone."""
+    """The product as `multiply_by_amx` computes it: tiles read from the packed bytes by address arithmetic alone."""
     depth = -(-packed.k // 32) * 32
     rows = np.zeros((-(-len(x) // 16) * 16, depth), np.uint16)
     rows[: len(x), : packed.k] = bits(round_to_bfloat16(x))

@@ -279,9 +279,9 @@ class _KeyDispatcher:
         self, x_NH: torch.Tensor, ends_E: torch.Tensor, meanwhile: Meanwhile
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Dispatch N token copies `x_NH`, sorted by expert, and their random-number keys to the ranks of the experts.
-        ends_E: exclusive end index of each expert's copies. meanwhile: called while the
-        copies are in flight. Returns the result of `TokenDispatcher.dispatch`: (received
-        copies, exclusive end index of each of this rank's experts, state for the combine)."""
+        ends_E: exclusive end index of each expert's copies. meanwhile: called while the copies are in flight. Returns
+        the result of `TokenDispatcher.dispatch`: (received copies, exclusive end index of each of this rank's experts,
+        state for the combine)."""
         found = self._dispatcher.dispatch(x_NH, ends_E, meanwhile)
         if self.keys_N is not None:
             self.keys_N = self.dispatch_keys(self.keys_N, found[2])

@@ -282,7 +282,7 @@ struct Pool {
     ~Pool() { stop_ = true, publish(0); }
     void bind(long i) const { if (!cpus_.empty()) sched_setaffinity(0, sizeof(cpu_set_t), &cpus_[i]); }
     void run(const Op* ops, long count, const Step* step) {
-        cpu_set_t before;
+        cpu_set_t before{};
         if (!cpus_.empty()) sched_getaffinity(0, sizeof before, &before), bind(0);
         run_ = {ops, count, step, long(workers_.size()) + 1, std::move(run_.partials), std::move(run_.rounded)};
         find_tiles(run_);
@@ -335,7 +335,7 @@ struct Pool {
     std::atomic<bool> stop_{false};
     alignas(64) std::atomic<uint64_t> ticket_{0};  // number of the operation, its items, the next item
     alignas(64) std::atomic<uint64_t> done_{0};
-    std::vector<cpu_set_t> cpus_;  // the CPU of each thread, then all; empty: they are not bound
+    std::vector<cpu_set_t> cpus_;  // the CPU of each thread; empty: they are not bound
     std::vector<std::jthread> workers_;
 };
 

@@ -21,13 +21,11 @@ from meshwright.model.tiled_attention import ScoreSettings
 Function = Callable[..., Any]
 Meanwhile = Callable[[], None]
 """Computation that is queued while a message is in flight."""
+X = TypeVar("X", Tensor, None)
 
 
 def do_nothing() -> None:
     """Compute nothing while a message is in flight."""
-
-
-X = TypeVar("X", Tensor, None)
 
 
 class TokenAxis:
@@ -143,9 +141,9 @@ class TokenDispatcher(Protocol):
         copies are sorted by expert.
 
         `ends_E[e]`: index at which the copies of expert e end (exclusive). `meanwhile`: called while the copies are in
-        flight, to compute what needs none of them. Return three things: the R copies received
-        for this rank's experts, [R, H], sorted by expert; the exclusive end index of each of these experts' copies; and
-        an opaque state for `combine`.
+        flight, to compute what needs none of them. Return three things: the R copies received for this rank's experts,
+        [R, H], sorted by expert; the exclusive end index of each of these experts' copies; and an opaque state for
+        `combine`.
         """
 
     def dispatch_keys(self, keys_N: Tensor, routes: Any) -> Tensor:

@@ -113,7 +113,7 @@ class _CrossEntropy(torch.autograd.Function):
                 sums.add(chunk)
             elif any(wanted):
                 known.append(torch.stack(chunk.known))
-        context.head = head
+        context.dtype, context.head = weight_VH.dtype, head if known else None  # None: the gradients are known
         # As saved tensors, autograd frees gradients right after this backward, and not after that of all layers.
         if known:
             context.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, torch.cat(known, dim=1))
@@ -131,15 +131,15 @@ class _CrossEntropy(torch.autograd.Function):
             # Relative to the largest one, so that a 16-bit type neither underflows nor overflows.
             factor = d_loss.abs().amax().clamp(min=torch.finfo(d_loss.dtype).tiny)
             factors_T = d_loss / factor
-        saved, dtype = context.saved_tensors, context.head.weight_VH.dtype
-        d_hidden_TH, d_weight_VH, d_bias_V = saved if len(saved) == 3 else _recompute_gradients(context, factors_T)
+        found = context.saved_tensors if context.head is None else _recompute_gradients(context, factors_T)
+        d_hidden_TH, d_weight_VH, d_bias_V = found
         if d_hidden_TH is not None:
             # The factor (1 / targets of the step) stays in its wide type: rounding it would scale all gradients.
             d_hidden_TH = (d_hidden_TH.to(factor.dtype) * factor).to(d_hidden_TH.dtype)
         if d_weight_VH is not None:
-            d_weight_VH = torch.mul(d_weight_VH, factor, out=torch.empty_like(d_weight_VH, dtype=dtype))
+            d_weight_VH = torch.mul(d_weight_VH, factor, out=torch.empty_like(d_weight_VH, dtype=context.dtype))
         if d_bias_V is not None:
-            d_bias_V = (d_bias_V * factor).to(dtype)
+            d_bias_V = (d_bias_V * factor).to(context.dtype)
         return d_hidden_TH, d_weight_VH, d_bias_V, None, None, None
 
 

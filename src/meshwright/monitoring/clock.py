@@ -13,7 +13,8 @@ class StepClock:
     """Clock of the phases of a training step, such as "forward". The caller marks the end of each phase.
 
     device: device of this rank. On CUDA a mark records an event on the current stream, whose time is read one step
-    later, so that the host does not wait for the GPU. Results on CUDA are therefore of the previous step. waited:
+    later, so that the host does not wait for the GPU. Results on CUDA are therefore of the step before the one that was
+    started last. waited:
     function that returns the seconds that this process has spent waiting in collective calls since its start.
     """
 

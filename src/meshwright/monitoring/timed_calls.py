@@ -54,9 +54,7 @@ class CallTimer:
         return number
 
     def wait(self, number: int) -> None:
-        """Record that the process begins to wait for the call with the flight-recorder number `number`, and
-        the time.
-        """
+        """Record that the process begins to wait for the call with the flight-recorder number `number` and when."""
         if (call := self._numbers.get(number)) is not None:
             call.waited = time.time_ns()
         self._calls.wait(number)

@@ -11,7 +11,8 @@ permutation of rows; dispatch moves them, combine is its inverse, and the gradie
 Communication: ranks first exchange how many copies go where, because message sizes differ in every step; a rank that
 receives none still takes part in every call. The host reads these numbers once a layer, in forward alone: recompute
 takes the routes of forward.
-Overlap: while the copies travel, in forward and in backward, the shared expert computes; combine waits for its result.
+Overlap: while the copies travel, in forward and in backward, the shared expert, if there is one, is computed; combine
+is waited for at once.
 
 Shapes: N copies of this rank's tokens, sorted by expert; R copies that its experts get; H hidden; E experts, L = E / ep
 of them held here; P ranks of ep, G of etp.

@@ -157,7 +157,7 @@ def plan(
     parsed = Layout.parse(layout) if isinstance(layout, str) else layout
     top, adapter = options.get("top", 5), options.get("adapter")
     texts = {"precision": options.get("precision"), "optimizer": given["optimizer"]}
-    for name, value, fits, right in (
+    for name, value, fits, expected in (
         *((name, value, isinstance(value, str | None), "text") for name, value in texts.items()),
         ("layout", parsed, isinstance(parsed, Layout | None), "a layout or its notation"),
         ("compile", given["compile"], isinstance(given["compile"], bool | None), "true or false"),
@@ -165,7 +165,7 @@ def plan(
         ("adapter", adapter, _is_adapter(adapter), "an object or a list of overrides"),
     ):
         if not fits:
-            raise UserError(f"{name}: takes {right}, not {shorten_repr(value)}")
+            raise UserError(f"{name}: takes {expected}, not {shorten_repr(value)}")
     if adapter is not None:
         if recipe is not None:
             raise UserError("adapter: a recipe has its own, in its table [adapter]")

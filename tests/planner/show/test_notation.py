@@ -7,6 +7,7 @@ import tomllib
 import pytest
 
 from meshwright.layout import Layout
+from meshwright.names import PRECISIONS
 from meshwright.planner.api import plan
 from meshwright.planner.show.notation import notation_legend, recipe_block
 
@@ -24,6 +25,11 @@ from meshwright.planner.show.notation import notation_legend, recipe_block
 def test_legend_explains_the_parts_that_occur(text: str, parts: list[str]):
     legend = notation_legend([Layout.parse(text)])
     assert [part for part, _ in legend] == parts and all(meaning for _, meaning in legend)
+
+
+def test_legend_explains_every_precision():
+    for name in PRECISIONS:
+        assert notation_legend([Layout.parse(f"dp1 {name}")])[-1][0] == name
 
 
 def test_recipe_block_sets_layout_sequence_and_batch():

@@ -55,7 +55,8 @@ def context_bytes(problem: Problem) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory(Ledger):
-    """Memory of one pipeline rank at its peak, on its device: the ledger of its tensors, and what else takes memory.
+    """Memory of one pipeline rank at its peak, on its device: the ledger of its tensors, the framework's memory, and an
+    allowance for what no tensor explains.
 
     Attributes:
         pp_rank: Pipeline rank.
@@ -120,7 +121,7 @@ def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
         )  # fmt: skip
     else:
         items = tuple(_published(problem, layout, pp_rank))
-        found = Ledger(items, sum(item.bytes for item in items), "most micro-batches under way")
+        found = Ledger(items, sum(item.bytes for item in items), "most micro-batches in flight")
     tensors = {field.name: getattr(found, field.name) for field in fields(Ledger)}
     slack = round(slack_fraction(problem.cluster) * found.peak_bytes)
     return RankMemory(**tensors, pp_rank=pp_rank, framework_bytes=context_bytes(problem), slack_bytes=slack)
@@ -139,7 +140,7 @@ def distinct_ranks(problem: Problem, layout: Layout) -> list[int]:
 def stages_at(problem: Problem, layout: Layout) -> list[list[Stage]]:
     """Return the pipeline stages of each pipeline rank, one list per rank. Under a bidirectional schedule a list has
     the stages of both replicas."""
-    own = layout.schedule not in SCHEDULE_CHUNKS or layout.schedule == "auto"  # its program puts them where it likes
+    own = layout.schedule not in SCHEDULE_CHUNKS or layout.schedule == "auto"  # only its program says where stages are
     program = program_for(layout, problem.config, problem.sequence) if own else None
     stages, places = place_stages(problem, layout, program)
     return [[stages[at] for at in place] for place in places]
