@@ -11,7 +11,7 @@ import pytest
 from meshwright.kernels import build, choice
 from meshwright.kernels.library import Kernels
 from meshwright.kernels.operations import Linear
-from tests.kernels.conftest import compute_linear, one_sequence
+from tests.kernels.conftest import compute_linear, one_sequence, unpack
 
 EMULATION = Path(__file__).with_name("amx_emulation.h")
 
@@ -41,8 +41,8 @@ def multiply_rounded(kernels: Kernels, x: np.ndarray, weight: np.ndarray) -> np.
     """x Wᵀ in float64, of both factors rounded to bfloat16 by the kernels."""
 
     def rounded(values: np.ndarray) -> np.ndarray:
-        bits = kernels.pack(values.reshape(-1, 1), "bfloat16").buffer.view(np.uint16).reshape(-1, 16, 16, 2)
-        found = bits[:, 0, :, 0].reshape(-1)[: values.size].astype(np.uint32) << 16
+        packed = kernels.pack(values.reshape(-1, 1), "bfloat16")
+        found = unpack(kernels, packed)[0, : values.size, 0].astype(np.uint32) << 16
         return found.view(np.float32).astype(np.float64).reshape(values.shape)
 
     return rounded(x) @ rounded(weight).T

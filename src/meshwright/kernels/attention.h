@@ -72,13 +72,16 @@ static void attend_span(const Op& op, const Step& step, const QueryTile& tile, l
         for (long d = 0; d < size && panels; ++d) queries[r / LANES] = to, to[d * LANES + r % LANES] = query[r][d];
     }
     const long start = span * SPAN_TOKENS, end = std::min(positions[tile.count - 1] + 1L, start + SPAN_TOKENS);
-    std::vector<const W*> panel((end - start + BLOCK - 1) / BLOCK * parts);  // of the values
+    std::vector<const W*> panel((end - start + BLOCK - 1) / BLOCK * parts), key(panel);  // of values; of keys
     const W *keys[SPAN_TOKENS / BLOCK], *values[SPAN_TOKENS / BLOCK], *vectors[SECTION_TOKENS];
     for (long b = 0; b * BLOCK < end - start; ++b) {
         const long number = blocks[start / BLOCK + b], block = panels ? number : number * cache.kv_heads + head;
         keys[b] = (const W*)cache.keys + block * size * BLOCK;
         values[b] = (const W*)cache.values + block * width * BLOCK;
-        for (long p = 0; p < parts; ++p) panel[b * parts + p] = values[b] + p * LANES;
+        for (long p = 0; p < parts; ++p) {
+            panel[b * parts + p] = values[b] + p * LANES;
+            key[b * parts + p] = keys[b] + p * LANES;
+        }
     }
     long begin = std::max(first_visible(op, positions[0]) & -SECTION_TOKENS, start);
     for (; begin < end; begin += SECTION_TOKENS) {
@@ -86,10 +89,11 @@ static void attend_span(const Op& op, const Step& step, const QueryTile& tile, l
         const auto low = [&](long t) { return inside(first_visible(op, positions[t])); };
         const auto high = [&](long t) { return inside(positions[t] + 1); };
         const long count = (high(tile.count - 1) + BLOCK - 1) / BLOCK, at = (begin - start) / BLOCK;
-        const long later = panel.size() / parts - at - count;  // blocks of the next sections
-        if (!panels) multiply(query.data(), rows, keys + at, count, LANES, size, scores, SECTION_TOKENS, true, later);
+        // Scores prefetch the values of their section, weighted values the keys of the next.
+        if (!panels) multiply(query.data(), rows, keys + at, values + at, count, LANES, size, scores, SECTION_TOKENS, true);
         for (long i = 0; i < count * BLOCK && panels; ++i) vectors[i] = values[at + i / BLOCK] + i % BLOCK * width;
-        multiply(vectors, count * BLOCK, queries.data(), panels, LANES, size, packed.data() + columns * size, columns, true);
+        multiply(vectors, count * BLOCK, queries.data(), queries.data(), panels, LANES, size,
+                 packed.data() + columns * size, columns, true);
         for (long r = 0; r < rows; ++r) {
             float* to = scores + r * SECTION_TOKENS;
             for (long i = 0; i < count * BLOCK && panels; ++i) to[i] = packed[columns * (size + i) + r];
@@ -97,9 +101,9 @@ static void attend_span(const Op& op, const Step& step, const QueryTile& tile, l
         }
         for (long b = low(0) / BLOCK; b < count; ++b) {  // the weights of tokens that a query does not see are 0
             for (long r = 0; r < rows; ++r) weight[r] = scores + r * SECTION_TOKENS + b * BLOCK;
-            multiply(weight.data(), rows, panel.data() + (at + b) * parts, parts, width,
-                     std::min(high(tile.count - 1) - b * BLOCK, BLOCK), sums + 2 * LANES, floats, false,
-                     (count + later - b - 1) * parts);
+            const long later = std::min(at + count + b, long(key.size()) / parts - 1);
+            multiply(weight.data(), rows, panel.data() + (at + b) * parts, key.data() + later * parts, parts, width,
+                     std::min(high(tile.count - 1) - b * BLOCK, BLOCK), sums + 2 * LANES, floats);
         }
     }
 }

@@ -14,11 +14,12 @@ static void embed(const Op& op, const Step& step, long t, float* out) {
     const Matrix& table = op.matrix;
     const long id = (op.mode ? step.positions : step.tokens)[t] - op.first;
     const bool found = id >= 0 && id < table.n;
-    const char* data = table.packed && found ? panel_at(table, 0, id / LANES) : (const char*)table.data;
+    const long pair = 1 + table.bf16, size = 4 / pair, line = table.packed ? INTERLEAVED * 64 : 4;
+    const char* row = (const char*)table.data + id * table.k * size;  // of a token that is not here: not read
+    if (table.packed) row = panel_at(table, 0, id / LANES) + id % LANES * 4;
     for (long h = 0; h < table.k; ++h) {
-        const long paired = (h / 2 * LANES + id % LANES) * 2 + h % 2;
-        const long at = !table.packed ? id * table.k + h : table.bf16 ? paired : h * LANES + id % LANES;
-        const float x = !found ? 0 : table.bf16 ? to_float(((const bfloat16*)data)[at]) : ((const float*)data)[at];
+        const char* at = row + h / pair * line + h % pair * size;
+        const float x = !found ? 0 : table.bf16 ? to_float(*(const bfloat16*)at) : *(const float*)at;
         out[h] = op.accumulate ? out[h] + x : x;
     }
 }
@@ -80,6 +81,8 @@ static Vec activate(const Vec& x, int kind, float alpha) {
     return kind == RELU ? positive : positive * positive;
 }
 
+constexpr long ACTIVATION_CHUNK = 256;  // values of a work item
+
 // activation(gate) * up, of which gate is cut at `softcap` and up at ± `softcap`, then 1 added to it, if that is not 0.
 // Llama 4's experts: `weight` is the factor of each assignment's input, here of its products.
 static void activation(const Op& op, long t, long begin) {
@@ -87,7 +90,7 @@ static void activation(const Op& op, long t, long begin) {
     const float* x = op.in + t * op.in_stride;
     float* out = op.out + t * op.out_stride;
     const Vec factor = broadcast(op.weight ? op.weight[t] : 1.0f), limit = broadcast(op.softcap), one = broadcast(1.0f);
-    for (long i = begin; i < std::min(op.size, begin + 1024); i += LANES) {
+    for (long i = begin; i < std::min(op.size, begin + ACTIVATION_CHUNK); i += LANES) {
         Vec gate = load(x + i, op.size - i) * factor, up = op.gated ? load(x + op.size + i, op.size - i) * factor : one;
         if (op.softcap != 0)
             gate = minimum(limit, gate), up = maximum(broadcast(-op.softcap), minimum(limit, up)) + one;
@@ -236,7 +239,7 @@ static long count_items(const Op& op, Run& run) {
             if (run.parts > 1) run.partials.resize(units * run.spans * run.floats);
             run.done.assign(units, 0);
             return units * run.parts;
-        case ACTIVATION: return rows * ((op.size + 1023) / 1024);
+        case ACTIVATION: return rows * ((op.size - 1) / ACTIVATION_CHUNK + 1);
         case GROUP: return 1;
         default: return rows;
     }
@@ -256,7 +259,7 @@ static void execute(const Op& op, Run& run, long item) {
         case LINEAR: case GROUPED_LINEAR: return multiply_matrix(op, run, item);
         case ROPE_STORE: return (op.cache.bf16 ? rope_store<bfloat16> : rope_store<float>)(op, *run.step, item);
         case ATTENTION: return attend(op, run, item);
-        case ACTIVATION: return activation(op, item % rows, item / rows * 1024);
+        case ACTIVATION: return activation(op, item % rows, item / rows * ACTIVATION_CHUNK);
         case ROUTE: return route(op, item);
         case GROUP: return group_assignments(op, *run.step);
         case COMBINE: return combine(op, item, out);
@@ -264,46 +267,57 @@ static void execute(const Op& op, Run& run, long item) {
     }
 }
 
-// Threads take items of the current operation one by one and count those that they have finished when they find none
-// left; whoever counts the last item begins the next operation. Until then the operation stays the current one, so that
-// a thread always counts its items for the operation they belong to. A thread without a core delays the others only
-// between taking an item and counting it. As many threads as CPUs are bound to one each: beside other processes the
-// scheduler may leave two of them on one CPU for many milliseconds. The calling thread is bound while it runs
-// operations.
+// Each thread has a range of the current operation's items and takes them one by one, so that it reads weights in one
+// stream; then it takes what is left of the others'. Threads count their finished items when they find none left: who
+// counts the last item begins the next operation. Until then the operation stays the current one, so that a thread always
+// counts its items for the operation they belong to. A thread without a core delays the others only between taking an
+// item and counting it. Who waits prefetches the weights that it multiplies next. As many threads as CPUs are bound to
+// one each: beside other processes the scheduler may leave two of them on one CPU for many milliseconds. The calling
+// thread is bound while it runs operations.
 struct Pool {
-    explicit Pool(long threads) {
+    explicit Pool(long threads) : ranges_(threads) {
         cpu_set_t all;
         if (threads > 1 && !sched_getaffinity(0, sizeof all, &all) && CPU_COUNT(&all) == threads)
             for (long cpu = 0; cpu < CPU_SETSIZE; ++cpu)
                 if (CPU_ISSET(cpu, &all)) cpus_.emplace_back(), CPU_SET(cpu, &cpus_.back());
         for (long i = 1; i < threads; ++i)
-            workers_.emplace_back([this, i] { bind(i); while (!stop_) wait_for_change(take_items()); });
+            workers_.emplace_back([this, i] { bind(i); while (!stop_) wait_for_change(ranges_[i], take_items(i)); });
     }
     ~Pool() { stop_ = true, publish(0); }
     void bind(long i) const { if (!cpus_.empty()) sched_setaffinity(0, sizeof(cpu_set_t), &cpus_[i]); }
     void run(const Op* ops, long count, const Step* step) {
         cpu_set_t before{};
         if (!cpus_.empty()) sched_getaffinity(0, sizeof before, &before), bind(0);
-        run_ = {ops, count, step, long(workers_.size()) + 1, std::move(run_.partials), std::move(run_.rounded)};
+        run_ = {ops, count, step, long(ranges_.size()), std::move(run_.partials), std::move(run_.rounded)};
         find_tiles(run_);
         current_ = -1;
         begin_next();
-        for (uint64_t seen; (seen = take_items()) & MASK;) wait_for_change(seen);  // no items: all is done
+        for (uint64_t seen; (seen = take_items(0)) & MASK;) wait_for_change(ranges_[0], seen);  // no items: all is done
         if (!cpus_.empty()) sched_setaffinity(0, sizeof before, &before);
     }
 
-    static constexpr uint64_t BITS = 24, MASK = (1 << BITS) - 1;
+    static constexpr uint64_t BITS = 24, MASK = (1 << BITS) - 1, MOST_LINES = 4096;  // that are prefetched
+    struct alignas(64) Range {
+        std::atomic<uint64_t> ticket{0};  // number of the operation, end of the range, next item
+        std::atomic<const char*> ahead{nullptr};  // what the thread prefetches next: weights of the next product
+    };
 
-    // Executes items until none is left; returns number and items of the operation that had none.
-    uint64_t take_items() {
+    // Executes items until none is left; returns number and end of the thread's range then.
+    uint64_t take_items(size_t thread) {
 #ifdef __AMX_BF16__
         _tile_loadconfig(&TILES);
 #endif
-        for (uint64_t ticket, mine = 0;; mine = 0) {  // items that are done, but not counted yet
-            while (ticket = ticket_.fetch_add(1, std::memory_order_acq_rel), (ticket & MASK) < (ticket >> BITS & MASK))
-                execute(run_.ops[current_], run_, long(ticket & MASK)), ++mine;
-            if (!mine) return ticket >> BITS;
-            if (done_.fetch_add(mine, std::memory_order_acq_rel) + mine == (ticket >> BITS & MASK)) begin_next();
+        for (;;) {
+            const uint64_t seen = ranges_[thread].ticket.load(std::memory_order_acquire) >> BITS;
+            uint64_t ticket, mine = 0;  // items that are done, but not counted yet
+            for (size_t i = 0; i < ranges_.size(); ++i)
+                for (auto& next = ranges_[(thread + i) % ranges_.size()].ticket;
+                     ticket = next.fetch_add(1, std::memory_order_acq_rel), (ticket & MASK) < (ticket >> BITS & MASK);
+                     ++mine)
+                    execute(run_.ops[current_], run_, long(ticket & MASK));
+            if (!mine) return seen;
+            const uint64_t all = items_;  // before they are counted: then another operation may begin
+            if (done_.fetch_add(mine, std::memory_order_acq_rel) + mine == all) begin_next();
         }
     }
     void begin_next() {
@@ -315,26 +329,39 @@ struct Pool {
             // Nobody could help with a single item. Products need the AMX tiles, which this thread may not have loaded.
             if (items == 1 && op.kind != LINEAR && op.kind != GROUPED_LINEAR) execute(op, run_, 0), items = 0;
         }
+        long next = current_ + 1;
+        while (next < run_.count && run_.ops[next].kind != LINEAR) ++next;
+        for (size_t i = 0; i < ranges_.size() && next < run_.count; ++i) {
+            const Items all = items_of(run_.ops[next], run_, 0);
+            ranges_[i].ahead = panel_at(run_.ops[next].matrix, 0, begin_of(i, all.groups()) * all.group);
+        }
         done_.store(0, std::memory_order_relaxed);
         publish(items);
     }
+    // The first range, in which there is an item if there is any, comes last: it says that all are there.
     void publish(uint64_t items) {
-        ticket_.store(++number_ << 2 * BITS | items << BITS, std::memory_order_release);
-        if (!workers_.empty()) ticket_.notify_all();
+        items_ = items, ++number_;
+        for (size_t i = ranges_.size(); i--;) {
+            const uint64_t range = begin_of(i + 1, items) << BITS | begin_of(i, items);
+            ranges_[i].ticket.store(number_ << 2 * BITS | range, std::memory_order_release);
+            ranges_[i].ticket.notify_all();
+        }
     }
-    // Spins for about 40 microseconds, then sleeps.
-    void wait_for_change(uint64_t seen) {
+    uint64_t begin_of(uint64_t range, uint64_t items) const { return (items * range + ranges_.size() - 1) / ranges_.size(); }
+    // Prefetches, spins for about 40 microseconds, then sleeps.
+    void wait_for_change(Range& range, uint64_t seen) {
         const uint64_t start = __rdtsc();
-        for (uint64_t now; !stop_ && (now = ticket_.load(std::memory_order_acquire)) >> BITS == seen;)
-            if (__rdtsc() - start < 100'000) _mm_pause();
-            else ticket_.wait(now, std::memory_order_acquire);
+        for (uint64_t now, lines = 0; !stop_ && (now = range.ticket.load(std::memory_order_acquire)) >> BITS == seen;)
+            if (++lines < MOST_LINES) _mm_prefetch(range.ahead.fetch_add(64), _MM_HINT_T1);
+            else if (__rdtsc() - start < 100'000) _mm_pause();
+            else range.ticket.wait(now, std::memory_order_acquire);
     }
 
     Run run_{};
     long current_ = 0; uint64_t number_ = 0;
     std::atomic<bool> stop_{false};
-    alignas(64) std::atomic<uint64_t> ticket_{0};  // number of the operation, its items, the next item
-    alignas(64) std::atomic<uint64_t> done_{0};
+    alignas(64) std::atomic<uint64_t> done_{0}, items_{0};  // of the current operation
+    std::vector<Range> ranges_;
     std::vector<cpu_set_t> cpus_;  // the CPU of each thread; empty: they are not bound
     std::vector<std::jthread> workers_;
 };
@@ -346,5 +373,5 @@ EXPORT int kernels_prepare() { return !AMX || !syscall(SYS_arch_prctl, 0x1023, 1
 EXPORT Pool* kernels_new_pool(long threads) { return new Pool(threads); }
 EXPORT void kernels_delete_pool(Pool* pool) { delete pool; }
 EXPORT void kernels_run(Pool* pool, const Op* ops, long count, const Step* step) { pool->run(ops, count, step); }
-EXPORT long kernels_size_of(int which) { return which ? sizeof(Step) : sizeof(Op); }
+EXPORT long kernels_size_of(int which) { return which == 2 ? INTERLEAVED : which ? sizeof(Step) : sizeof(Op); }
 }

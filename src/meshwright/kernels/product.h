@@ -23,6 +23,7 @@ constexpr long BLOCK_ROWS = 256, GROUP_PANELS = 8, SUMS = BLOCK_ROWS * GROUP_PAN
 constexpr bool ROUNDS = DEFINED(__AVX512BF16__);  // products with bfloat16 weights take inputs rounded to bfloat16
 constexpr bool AMX = DEFINED(__AMX_BF16__);
 constexpr long SECTION = ROUNDS ? 1024 : 256, AMX_K = 32;  // k of one AMX tile, to which panels are padded
+constexpr long INTERLEAVED = AMX ? 2 : 4;  // panels whose lines (64 bytes) alternate in memory: a tile reads a single stream
 
 template <class W> INLINE Vec load_k(const W* p, bool) { return load(p); }
 INLINE Vec load_k(const Pairs* p, bool odd) {  // the even or the odd k
@@ -73,24 +74,25 @@ template <class X, class W, int R, int P>
 }
 
 // The same for any number of rows, in tiles of nearly equal height (at most R), and of panels, which stay in the first
-// cache for all rows. The first tiles prefetch the panels after theirs, of which `following` come after the last.
+// cache for all rows. The first tiles prefetch `next` panels.
 template <class X, class W, int R = TILE_ROWS<W>>
-static void multiply(const X* const* x, long rows, const W* const* w, long panels, long stride, long depth, float* sums,
-                     long columns, bool fresh = false, long following = 0) {
+static void multiply(const X* const* x, long rows, const W* const* w, const W* const* next, long panels, long stride,
+                     long depth, float* sums, long columns, bool fresh = false) {
     if constexpr (R > 0) {
+        if (rows < R) return multiply<X, W, R - 1>(x, rows, w, next, panels, stride, depth, sums, columns, fresh);
         constexpr int fit = std::clamp(ACCUMULATORS<W> / R, 1, 4), most = PARTS == 1 && fit == 3 ? 2 : fit;
         long end = 0;  // of the rows in tiles of height R
         for (long n; (n = rows - end) && (n - 1) / ((n - 1) / TILE_ROWS<W> + 1) + 1 == R;) end += R;
         for (long p = 0, count; p < panels; p += count) {
             count = p + most <= panels ? most : 1;
-            const W* const* next = w + p + std::clamp(panels + following - p - count, 0L, count);
-            for (long r = 0; r < end; r += R, next = w + p)  // which are there already
-                if (float* at = sums + r * columns + p * LANES; count > 1)
-                    multiply_tile<X, W, R, most>(x + r, w + p, next, stride, depth, at, columns, fresh);
-                else multiply_tile<X, W, R, 1>(x + r, w + p, next, stride, depth, at, columns, fresh);
+            for (long r = 0; r < end; r += R) {
+                float* at = sums + r * columns + p * LANES;
+                const auto tile = count > 1 ? multiply_tile<X, W, R, most> : multiply_tile<X, W, R, 1>;
+                tile(x + r, w + p, (r ? w : next) + p, stride, depth, at, columns, fresh);
+            }
         }
-        multiply<X, W, R - 1>(x + end, rows - end, w, panels, stride, depth, sums + end * columns, columns, fresh,
-                              end ? -panels : following);
+        multiply<X, W, R - 1>(x + end, rows - end, w, end ? w : next, panels, stride, depth, sums + end * columns, columns,
+                              fresh);
     }
 }
 
@@ -119,7 +121,7 @@ static void round_row([[maybe_unused]] const float* x, long depth, [[maybe_unuse
 // of panels the last is multiplied twice. x, in rows of `x_stride`, and sums have memory for a multiple of 32 rows.
 static void multiply_by_amx(const bfloat16* x, long x_stride, long rows, const Pairs* const* w, long panels,
                             long depth, float* sums, long columns, bool fresh) {
-    const long bytes = columns * sizeof(float), x_bytes = x_stride * sizeof(bfloat16);
+    const long bytes = columns * sizeof(float), x_bytes = x_stride * sizeof(bfloat16), w_bytes = INTERLEAVED * sizeof(Pairs);
     asm volatile("" ::: "memory");  // GCC's tile loads do not say that they read memory
     for (long p = 0; p < panels; p += 2)
         for (long r = 0; r < rows; r += 32) {
@@ -132,8 +134,8 @@ static void multiply_by_amx(const bfloat16* x, long x_stride, long rows, const P
                 _tile_loadd(2, low, bytes); _tile_loadd(3, low + LANES, bytes);
             }
             for (long k = 0; k < depth; k += AMX_K) {
-                _tile_loadd(6, a + k / 2, sizeof(Pairs)); _tile_loadd(4, in + k, x_bytes);
-                _tile_loadd(7, b + k / 2, sizeof(Pairs)); _tile_loadd(5, in + 16 * x_stride + k, x_bytes);
+                _tile_loadd(6, a + k / 2 * INTERLEAVED, w_bytes); _tile_loadd(4, in + k, x_bytes);
+                _tile_loadd(7, b + k / 2 * INTERLEAVED, w_bytes); _tile_loadd(5, in + 16 * x_stride + k, x_bytes);
                 _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7); _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
             }
             _tile_stored(0, top, bytes); _tile_stored(2, low, bytes);
@@ -149,42 +151,45 @@ static float* take_scratch(long count) {
     return (float*)memory.data();
 }
 
+// The first line (64 bytes) of a panel, of which each is INTERLEAVED lines after the one before.
 static const char* panel_at(const Matrix& w, long index, long panel) {
-    return (const char*)w.data + index * w.stride + panel * (w.stride / ((w.n + LANES - 1) / LANES));
+    const long bytes = w.stride / ((w.n + 63) / 64 * 4);
+    return (const char*)w.data + index * w.stride + panel / INTERLEAVED * INTERLEAVED * bytes + panel % INTERLEAVED * 64;
 }
 
 // sums (+)= x times `count` panels of matrix `index` from `panel` on. x: rows of float, or those that `round_row` made,
-// for products that take them. `skipped`: panels up to those that this thread probably multiplies next.
+// for products that take them.
 template <class W>
 static void multiply_panels(const void* const* x, long rows, const Matrix& w, long index, long panel, long count,
-                            long skipped, float* sums, long columns, bool fresh) {
+                            float* sums, long columns, bool fresh) {
     constexpr bool pairs = std::is_same_v<W, Pairs>, rounds = ROUNDS && pairs;
     using X = std::conditional_t<rounds, bfloat16, float>;
-    const W* at[2 * GROUP_PANELS]; const X* row[BLOCK_ROWS];
+    const W* at[4 * GROUP_PANELS]; const X* row[BLOCK_ROWS];
     for (long begin = 0; begin < w.k; begin += SECTION, fresh = false) {
-        const long depth = std::min(SECTION, w.k - begin), last = (w.n - 1) / LANES;
-        for (long p = 0; p < 2 * count; ++p)
-            at[p] = (const W*)panel_at(w, index, std::min(panel + p + (p < count ? 0 : skipped), last)) +
-                    (pairs ? begin / 2 : begin * LANES);
+        const long depth = std::min(SECTION, w.k - begin), stride = INTERLEAVED * (64 / sizeof(W));
+        for (long p = 0; p < 2 * count; ++p)  // the second half, perhaps after the last panel, is prefetched only
+            at[p] = (const W*)panel_at(w, index, panel + p) + begin / (1 + pairs) * stride;
         for (long r = 0; r < rows; ++r) row[r] = (const X*)x[r] + begin;
         if constexpr (AMX && pairs)
             multiply_by_amx(row[0], rounded_stride(w.k), rows, at, count, depth, sums, columns, fresh);
-        // Rounded rows and panels have a 0 after an odd k.
-        else multiply(row, rows, at, count, pairs ? 1 : LANES, depth + (rounds & depth), sums, columns, fresh, count);
+        // Rounded rows and panels have a 0 after an odd k. Tiles of few rows read one stream, which needs no prefetching.
+        else multiply(row, rows, at, at + (rows > 4 ? count : 0), count, stride, depth + (rounds & depth), sums, columns,
+                      fresh);
     }
 }
 
 // Work items of a product: row blocks x groups of panels. Smaller groups where there are few, or threads would get
 // different numbers of panels; tiles of few rows take 4 panels.
 struct Items {
-    long begin, rows, panels, threads, group, row_blocks;
+    long begin, rows, panels, group, row_blocks;
     Items(long begin, long end, long n, long threads)
-        : begin(begin), rows(end - begin), panels((n + LANES - 1) / LANES), threads(threads) {
+        : begin(begin), rows(end - begin), panels((n + LANES - 1) / LANES) {
         row_blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-        for (group = GROUP_PANELS; group > 1 && row_blocks * (panels / group) < 2 * threads; group /= 2) {}
+        for (group = rows > 4 ? GROUP_PANELS : 2 * GROUP_PANELS; group > 1 && row_blocks * (panels / group) < 2 * threads; group /= 2) {}
         if (row_blocks == 1 && rows > 4 && panels % (8 * threads) && panels % (6 * threads) == 0) group = 6;
     }
-    long count() const { return row_blocks * ((panels + group - 1) / group); }
+    long groups() const { return (panels + group - 1) / group; }
+    long count() const { return row_blocks * groups(); }
 };
 
 // One item of the product with matrix `index`: out[row] (+)= x[row] Wᵀ + bias. Rows of experts are assignments, which
@@ -206,9 +211,8 @@ static void multiply_item(const Op& op, const Items& items, long item, long inde
         if (rounds && !rounded) round_row(in, op.matrix.k, work + r * stride);
         x[r] = !rounds ? (void*)in : rounded ? rounded + (first + r) * stride : work + r * stride;
     }
-    const long skipped = items.row_blocks > 1 ? items.panels : (items.threads - 1) * items.group;
     (op.matrix.bf16 ? multiply_panels<Pairs> : multiply_panels<float>)(
-        x, rows, op.matrix, index, panel, panels, skipped, direct ? out[0] : sums, direct ? op.out_stride : columns,
+        x, rows, op.matrix, index, panel, panels, direct ? out[0] : sums, direct ? op.out_stride : columns,
         !direct || !op.accumulate);
     for (long r = 0; r < rows && !direct; ++r)
         for (long c = 0; c < columns; c += LANES) {
