@@ -43,7 +43,7 @@ template <class X, class W, int R, int P>
     constexpr bool pairs = std::is_same_v<W, Pairs>;
     for (long k = 0; k + pairs < depth; k += 1 + pairs) {
         const long at = k / (1 + pairs) * stride;
-        UNROLL for (int p = 0; p < P && R > 1; ++p) _mm_prefetch((const char*)(next[p] + at), _MM_HINT_T1);
+        UNROLL for (int p = 0; p < P; ++p) _mm_prefetch((const char*)(next[p] + at), _MM_HINT_T1);
         UNROLL for (int p = 0; p < P; ++p) {
 #ifdef __AVX512BF16__  // VDPBF16PS adds x[0] times the even and x[1] times the odd k
             if constexpr (pairs && std::is_same_v<X, bfloat16>) {
@@ -169,12 +169,13 @@ static void multiply_panels(const void* const* x, long rows, const Matrix& w, lo
         const long depth = std::min(SECTION, w.k - begin), stride = INTERLEAVED * (64 / sizeof(W));
         for (long p = 0; p < 2 * count; ++p)  // the second half, perhaps after the last panel, is prefetched only
             at[p] = (const W*)panel_at(w, index, panel + p) + begin / (1 + pairs) * stride;
+        // Tiles of few rows read one stream, which the processor prefetches; it gains from help for a single row alone.
+        for (long p = 0; p < count && rows <= 4; ++p) at[count + p] = at[p] + (rows == 1) * 16 * stride;
         for (long r = 0; r < rows; ++r) row[r] = (const X*)x[r] + begin;
         if constexpr (AMX && pairs)
             multiply_by_amx(row[0], rounded_stride(w.k), rows, at, count, depth, sums, columns, fresh);
-        // Rounded rows and panels have a 0 after an odd k. Tiles of few rows read one stream, which needs no prefetching.
-        else multiply(row, rows, at, at + (rows > 4 ? count : 0), count, stride, depth + (rounds & depth), sums, columns,
-                      fresh);
+        // Rounded rows and panels have a 0 after an odd k.
+        else multiply(row, rows, at, at + count, count, stride, depth + (rounds & depth), sums, columns, fresh);
     }
 }
 
