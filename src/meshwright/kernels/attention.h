@@ -90,7 +90,8 @@ static void attend_span(const Op& op, const Step& step, const QueryTile& tile, l
         const auto high = [&](long t) { return inside(positions[t] + 1); };
         const long count = (high(tile.count - 1) + BLOCK - 1) / BLOCK, at = (begin - start) / BLOCK;
         // Scores prefetch the values of their section, weighted values the keys of the next.
-        if (!panels) multiply(query.data(), rows, keys + at, values + at, count, LANES, size, scores, SECTION_TOKENS, true);
+        if (!panels)
+            multiply(query.data(), rows, keys + at, values + at, count, LANES, size, scores, SECTION_TOKENS, true);
         for (long i = 0; i < count * BLOCK && panels; ++i) vectors[i] = values[at + i / BLOCK] + i % BLOCK * width;
         multiply(vectors, count * BLOCK, queries.data(), queries.data(), panels, LANES, size,
                  packed.data() + columns * size, columns, true);

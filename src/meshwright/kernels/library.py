@@ -113,8 +113,8 @@ class Kernels:
 
     def _make_padded(self, number: int, shape: tuple[int, int]) -> npt.NDArray[np.uint32]:
         """Return a temporary array of zeros, uint32 of `shape` (rows, columns). `pack` copies rows of a weight into it,
-        so that the number of rows becomes a multiple of a group of panels. number: index of the packing thread; the next call for this
-        thread reuses the memory."""
+        so that they fill whole panels. number: index of the packing thread; the next call for this thread reuses the
+        memory."""
         size = shape[0] * shape[1]
         if len(self._padded[number]) < size:
             self._padded[number] = np.empty(size, np.uint32)

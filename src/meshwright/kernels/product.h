@@ -23,7 +23,7 @@ constexpr long BLOCK_ROWS = 256, GROUP_PANELS = 8, SUMS = BLOCK_ROWS * GROUP_PAN
 constexpr bool ROUNDS = DEFINED(__AVX512BF16__);  // products with bfloat16 weights take inputs rounded to bfloat16
 constexpr bool AMX = DEFINED(__AMX_BF16__);
 constexpr long SECTION = ROUNDS ? 1024 : 256, AMX_K = 32;  // k of one AMX tile, to which panels are padded
-constexpr long INTERLEAVED = AMX ? 2 : 4;  // panels whose lines (64 bytes) alternate in memory: a tile reads a single stream
+constexpr long INTERLEAVED = AMX ? 2 : 4;  // panels whose lines (64 bytes) alternate in memory, for a tile to read
 
 template <class W> INLINE Vec load_k(const W* p, bool) { return load(p); }
 INLINE Vec load_k(const Pairs* p, bool odd) {  // the even or the odd k
@@ -91,8 +91,8 @@ static void multiply(const X* const* x, long rows, const W* const* w, const W* c
                 tile(x + r, w + p, (r ? w : next) + p, stride, depth, at, columns, fresh);
             }
         }
-        multiply<X, W, R - 1>(x + end, rows - end, w, end ? w : next, panels, stride, depth, sums + end * columns, columns,
-                              fresh);
+        next = end ? w : next;
+        multiply<X, W, R - 1>(x + end, rows - end, w, next, panels, stride, depth, sums + end * columns, columns, fresh);
     }
 }
 
@@ -117,15 +117,15 @@ static void round_row([[maybe_unused]] const float* x, long depth, [[maybe_unuse
 }
 
 #ifdef __AMX_BF16__
-// The same by AMX, which adds all sections of k in one chain: two tiles of 16 rows times two panels; of an odd number
-// of panels the last is multiplied twice. x, in rows of `x_stride`, and sums have memory for a multiple of 32 rows.
+// The same by AMX, which adds all sections of k in one chain: two tiles of 16 rows times two panels; after an odd
+// number of panels there is memory of another. x, in rows of `x_stride`, and sums have memory for a multiple of 32 rows.
 static void multiply_by_amx(const bfloat16* x, long x_stride, long rows, const Pairs* const* w, long panels,
                             long depth, float* sums, long columns, bool fresh) {
-    const long bytes = columns * sizeof(float), x_bytes = x_stride * sizeof(bfloat16), w_bytes = INTERLEAVED * sizeof(Pairs);
+    const long bytes = columns * sizeof(float), x_bytes = x_stride * sizeof(bfloat16), w_bytes = INTERLEAVED * 64;
     asm volatile("" ::: "memory");  // GCC's tile loads do not say that they read memory
     for (long p = 0; p < panels; p += 2)
         for (long r = 0; r < rows; r += 32) {
-            const Pairs *a = w[p], *b = w[std::min(p + 1, panels - 1)];
+            const Pairs *a = w[p], *b = w[p + 1];
             const bfloat16* in = x + r * x_stride;
             float *top = sums + r * columns + p * LANES, *low = top + 16 * columns;
             _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
@@ -180,13 +180,14 @@ static void multiply_panels(const void* const* x, long rows, const Matrix& w, lo
 }
 
 // Work items of a product: row blocks x groups of panels. Smaller groups where there are few, or threads would get
-// different numbers of panels; tiles of few rows take 4 panels.
+// different numbers of panels; larger ones for few rows, whose tiles take 4 panels.
 struct Items {
     long begin, rows, panels, group, row_blocks;
     Items(long begin, long end, long n, long threads)
         : begin(begin), rows(end - begin), panels((n + LANES - 1) / LANES) {
         row_blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-        for (group = rows > 4 ? GROUP_PANELS : 2 * GROUP_PANELS; group > 1 && row_blocks * (panels / group) < 2 * threads; group /= 2) {}
+        group = rows > 4 ? GROUP_PANELS : 2 * GROUP_PANELS;
+        while (group > 1 && row_blocks * (panels / group) < 2 * threads) group /= 2;
         if (row_blocks == 1 && rows > 4 && panels % (8 * threads) && panels % (6 * threads) == 0) group = 6;
     }
     long groups() const { return (panels + group - 1) / group; }

@@ -16,9 +16,11 @@ BFLOAT16 = np.dtype(np.uint16)  # numpy has no bfloat16: its bits
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """`count` weight matrices [n, k] (output x input size) in the memory layout that the kernels read: the n outputs,
-    padded to a multiple of 64, are divided into panels of 16. A line (64 bytes) has one float32 of consecutive k of each
-    output of a panel, or two bfloat16. The lines of 2 (AMX) or 4 panels alternate, so that a tile reads one stream.
+    """`count` weight matrices [n, k] (output x input size) in the memory layout that the kernels read.
+
+    The n outputs, padded to a multiple of 64, are divided into panels of 16. A line of 64 bytes holds one float32, or two
+    bfloat16 of consecutive k, of each output of a panel. The lines of 2 (AMX) or 4 panels alternate in memory, so that
+    the reads of a tile are one stream.
 
     buffer: the bytes of all matrices. bfloat16: True if the elements are bfloat16, else float32.
     """
