@@ -42,7 +42,7 @@ def multiply_rounded(kernels: Kernels, x: np.ndarray, weight: np.ndarray) -> np.
 
     def rounded(values: np.ndarray) -> np.ndarray:
         packed = kernels.pack(values.reshape(-1, 1), "bfloat16")
-        found = unpack(kernels, packed)[0, : values.size, 0].astype(np.uint32) << 16
+        found = unpack(packed)[0, : values.size, 0].astype(np.uint32) << 16
         return found.view(np.float32).astype(np.float64).reshape(values.shape)
 
     return rounded(x) @ rounded(weight).T

@@ -91,9 +91,9 @@ static void attend_span(const Op& op, const Step& step, const QueryTile& tile, l
         const long count = (high(tile.count - 1) + BLOCK - 1) / BLOCK, at = (begin - start) / BLOCK;
         // Scores prefetch the values of their section, weighted values the keys of the next.
         if (!panels)
-            multiply(query.data(), rows, keys + at, values + at, count, LANES, size, scores, SECTION_TOKENS, true);
+            multiply<4>(query.data(), rows, keys + at, values + at, count, LANES, size, scores, SECTION_TOKENS, true);
         for (long i = 0; i < count * BLOCK && panels; ++i) vectors[i] = values[at + i / BLOCK] + i % BLOCK * width;
-        multiply(vectors, count * BLOCK, queries.data(), queries.data(), panels, LANES, size,
+        multiply<4>(vectors, count * BLOCK, queries.data(), queries.data(), panels, LANES, size,
                  packed.data() + columns * size, columns, true);
         for (long r = 0; r < rows; ++r) {
             float* to = scores + r * SECTION_TOKENS;
@@ -103,7 +103,7 @@ static void attend_span(const Op& op, const Step& step, const QueryTile& tile, l
         for (long b = low(0) / BLOCK; b < count; ++b) {  // the weights of tokens that a query does not see are 0
             for (long r = 0; r < rows; ++r) weight[r] = scores + r * SECTION_TOKENS + b * BLOCK;
             const long later = std::min(at + count + b, long(key.size()) / parts - 1);
-            multiply(weight.data(), rows, panel.data() + (at + b) * parts, key.data() + later * parts, parts, width,
+            multiply<4>(weight.data(), rows, panel.data() + (at + b) * parts, key.data() + later * parts, parts, width,
                      std::min(high(tile.count - 1) - b * BLOCK, BLOCK), sums + 2 * LANES, floats);
         }
     }

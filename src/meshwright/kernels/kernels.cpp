@@ -14,7 +14,7 @@ static void embed(const Op& op, const Step& step, long t, float* out) {
     const Matrix& table = op.matrix;
     const long id = (op.mode ? step.positions : step.tokens)[t] - op.first;
     const bool found = id >= 0 && id < table.n;
-    const long pair = 1 + table.bf16, size = 4 / pair, line = table.packed ? INTERLEAVED * 64 : 4;
+    const long pair = 1 + table.bf16, size = 4 / pair, line = table.packed ? 128 : 4;
     const char* row = (const char*)table.data + id * table.k * size;  // of a token that is not here: not read
     if (table.packed) row = panel_at(table, 0, id / LANES) + id % LANES * 4;
     for (long h = 0; h < table.k; ++h) {
@@ -194,7 +194,7 @@ static long count_rows(const Op& op, const Step& step) {
 
 // Whether the rows of a product are rounded once for all of its items; of few rows, each item rounds them itself.
 static bool shares_rounded_rows(const Op& op, const Step& step) {
-    return ROUNDS && op.kind == LINEAR && op.matrix.bf16 && op.matrix.count == 1 && count_rows(op, step) > 32;
+    return ROUNDS && op.kind == LINEAR && op.matrix.bf16 && op.matrix.count == 1 && count_rows(op, step) > 16;
 }
 
 // The work items of the product with matrix `index`.
@@ -373,5 +373,5 @@ EXPORT int kernels_prepare() { return !AMX || !syscall(SYS_arch_prctl, 0x1023, 1
 EXPORT Pool* kernels_new_pool(long threads) { return new Pool(threads); }
 EXPORT void kernels_delete_pool(Pool* pool) { delete pool; }
 EXPORT void kernels_run(Pool* pool, const Op* ops, long count, const Step* step) { pool->run(ops, count, step); }
-EXPORT long kernels_size_of(int which) { return which == 2 ? INTERLEAVED : which ? sizeof(Step) : sizeof(Op); }
+EXPORT long kernels_size_of(int which) { return which ? sizeof(Step) : sizeof(Op); }
 }

@@ -24,14 +24,12 @@ class Kernels:
     operations.
 
     instruction_set: "amx", "avx512_bf16", "avx512" or "avx2". version: start of the SHA-256 of sources, compiler and
-    flags; equal versions give equal bits on equal processors. interleaved: number of panels of packed matrices whose
-    lines of 64 bytes alternate in memory (`structures.PackedMatrix`).
+    flags; equal versions give equal bits on equal processors.
     """
 
     def __init__(self, library: ctypes.CDLL, instruction_set: str, version: str) -> None:
         self.instruction_set, self.version = instruction_set, version[:16]
         self._library = library
-        self.interleaved: int = library.kernels_size_of(2)
         self._pool: Any = None
         self._packers: ThreadPoolExecutor | None = None
         self._chunk = np.zeros(0, np.uint8)
@@ -72,11 +70,10 @@ class Kernels:
         """
         count, n, k = weight.shape if weight.ndim == 3 else (1, *weight.shape)
         row_bytes = -(-k // 32) * 32 * 2 if dtype == "bfloat16" else k * 4
-        buffer = self.allocate((count * -(-n // 64) * 64 * row_bytes,), np.uint8)
+        buffer = self.allocate((count * -(-n // 32) * 32 * row_bytes,), np.uint8)
         packed = PackedMatrix(buffer, n, k, count, dtype == "bfloat16")
         # A word is one float32, or two bfloat16 of consecutive k.
-        group = self.interleaved
-        words = buffer.view(np.uint32).reshape(count, -(-n // 64) * 4 // group, -1, group, 16)
+        words = buffer.view(np.uint32).reshape(count, -(-n // 32), -1, 2, 16)
         tasks = [(index, row) for index in range(count) for row in range(0, n, _PACKED_ROWS)]
 
         def pack_rows(number: int) -> None:
@@ -85,19 +82,19 @@ class Kernels:
             for index, row in tasks[number :: self._threads]:
                 matrix, block = weight.reshape(count, n, k)[index], slice(row, row + _PACKED_ROWS)
                 rows = matrix[block if order is None else order[block]]
-                out = words[index, row // (16 * group) : -(-(row + len(rows)) // (16 * group))]
+                out = words[index, row // 32 : -(-(row + len(rows)) // 32)]
                 same = packed.bfloat16 == (rows.dtype == BFLOAT16) and rows.flags.c_contiguous
                 if same and rows.nbytes == out.nbytes:
                     padded = rows.view(np.uint32)
                 else:
-                    padded = self._make_padded(number, (16 * group * len(out), out.shape[1]))
+                    padded = self._make_padded(number, (32 * len(out), out.shape[1]))
                     if packed.bfloat16:
                         padded.view(BFLOAT16)[: len(rows), :k] = _round_to_bfloat16(rows)
                     elif rows.dtype == BFLOAT16:  # the upper half of a float32
                         padded.view(BFLOAT16)[: len(rows), 1 : 2 * k : 2] = rows
                     else:
                         padded.view(np.float32)[: len(rows), :k] = rows
-                out[...] = padded.reshape(len(out), group, 16, -1).transpose(0, 3, 1, 2)
+                out[...] = padded.reshape(len(out), 2, 16, -1).transpose(0, 3, 1, 2)
 
         self._packers = self._packers or ThreadPoolExecutor(self._threads, "packing")
         list(self._packers.map(pack_rows, range(self._threads)))

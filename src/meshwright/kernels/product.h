@@ -23,7 +23,6 @@ constexpr long BLOCK_ROWS = 256, GROUP_PANELS = 8, SUMS = BLOCK_ROWS * GROUP_PAN
 constexpr bool ROUNDS = DEFINED(__AVX512BF16__);  // products with bfloat16 weights take inputs rounded to bfloat16
 constexpr bool AMX = DEFINED(__AMX_BF16__);
 constexpr long SECTION = ROUNDS ? 1024 : 256, AMX_K = 32;  // k of one AMX tile, to which panels are padded
-constexpr long INTERLEAVED = AMX ? 2 : 4;  // panels whose lines (64 bytes) alternate in memory, for a tile to read
 
 template <class W> INLINE Vec load_k(const W* p, bool) { return load(p); }
 INLINE Vec load_k(const Pairs* p, bool odd) {  // the even or the odd k
@@ -74,13 +73,13 @@ template <class X, class W, int R, int P>
 }
 
 // The same for any number of rows, in tiles of nearly equal height (at most R), and of panels, which stay in the first
-// cache for all rows. The first tiles prefetch `next` panels.
-template <class X, class W, int R = TILE_ROWS<W>>
+// cache for all rows. A tile has at most `Panels`. The first tiles prefetch `next` panels.
+template <int Panels, class X, class W, int R = TILE_ROWS<W>>
 static void multiply(const X* const* x, long rows, const W* const* w, const W* const* next, long panels, long stride,
                      long depth, float* sums, long columns, bool fresh = false) {
     if constexpr (R > 0) {
-        if (rows < R) return multiply<X, W, R - 1>(x, rows, w, next, panels, stride, depth, sums, columns, fresh);
-        constexpr int fit = std::clamp(ACCUMULATORS<W> / R, 1, 4), most = PARTS == 1 && fit == 3 ? 2 : fit;
+        if (rows < R) return multiply<Panels, X, W, R - 1>(x, rows, w, next, panels, stride, depth, sums, columns, fresh);
+        constexpr int fit = std::clamp(ACCUMULATORS<W> / R, 1, Panels), most = PARTS == 1 && fit == 3 ? 2 : fit;
         long end = 0;  // of the rows in tiles of height R
         for (long n; (n = rows - end) && (n - 1) / ((n - 1) / TILE_ROWS<W> + 1) + 1 == R;) end += R;
         for (long p = 0, count; p < panels; p += count) {
@@ -92,7 +91,7 @@ static void multiply(const X* const* x, long rows, const W* const* w, const W* c
             }
         }
         next = end ? w : next;
-        multiply<X, W, R - 1>(x + end, rows - end, w, next, panels, stride, depth, sums + end * columns, columns, fresh);
+        multiply<Panels, X, W, R - 1>(x + end, rows - end, w, next, panels, stride, depth, sums + end * columns, columns, fresh);
     }
 }
 
@@ -121,7 +120,7 @@ static void round_row([[maybe_unused]] const float* x, long depth, [[maybe_unuse
 // number of panels there is memory of another. x, in rows of `x_stride`, and sums have memory for a multiple of 32 rows.
 static void multiply_by_amx(const bfloat16* x, long x_stride, long rows, const Pairs* const* w, long panels,
                             long depth, float* sums, long columns, bool fresh) {
-    const long bytes = columns * sizeof(float), x_bytes = x_stride * sizeof(bfloat16), w_bytes = INTERLEAVED * 64;
+    const long bytes = columns * sizeof(float), x_bytes = x_stride * sizeof(bfloat16), w_bytes = 2 * sizeof(Pairs);
     asm volatile("" ::: "memory");  // GCC's tile loads do not say that they read memory
     for (long p = 0; p < panels; p += 2)
         for (long r = 0; r < rows; r += 32) {
@@ -134,8 +133,8 @@ static void multiply_by_amx(const bfloat16* x, long x_stride, long rows, const P
                 _tile_loadd(2, low, bytes); _tile_loadd(3, low + LANES, bytes);
             }
             for (long k = 0; k < depth; k += AMX_K) {
-                _tile_loadd(6, a + k / 2 * INTERLEAVED, w_bytes); _tile_loadd(4, in + k, x_bytes);
-                _tile_loadd(7, b + k / 2 * INTERLEAVED, w_bytes); _tile_loadd(5, in + 16 * x_stride + k, x_bytes);
+                _tile_loadd(6, a + k, w_bytes); _tile_loadd(4, in + k, x_bytes);
+                _tile_loadd(7, b + k, w_bytes); _tile_loadd(5, in + 16 * x_stride + k, x_bytes);
                 _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7); _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
             }
             _tile_stored(0, top, bytes); _tile_stored(2, low, bytes);
@@ -151,10 +150,10 @@ static float* take_scratch(long count) {
     return (float*)memory.data();
 }
 
-// The first line (64 bytes) of a panel, of which each is INTERLEAVED lines after the one before.
+// The first line (64 bytes) of a panel, of which each is two lines after the one before.
 static const char* panel_at(const Matrix& w, long index, long panel) {
-    const long bytes = w.stride / ((w.n + 63) / 64 * 4);
-    return (const char*)w.data + index * w.stride + panel / INTERLEAVED * INTERLEAVED * bytes + panel % INTERLEAVED * 64;
+    const long bytes = w.stride / ((w.n + 31) / 32 * 2);
+    return (const char*)w.data + index * w.stride + panel / 2 * 2 * bytes + panel % 2 * 64;
 }
 
 // sums (+)= x times `count` panels of matrix `index` from `panel` on. x: rows of float, or those that `round_row` made,
@@ -164,23 +163,23 @@ static void multiply_panels(const void* const* x, long rows, const Matrix& w, lo
                             float* sums, long columns, bool fresh) {
     constexpr bool pairs = std::is_same_v<W, Pairs>, rounds = ROUNDS && pairs;
     using X = std::conditional_t<rounds, bfloat16, float>;
-    const W* at[4 * GROUP_PANELS]; const X* row[BLOCK_ROWS];
+    const W *at[2 * GROUP_PANELS + 2], *next[2 * GROUP_PANELS]; const X* row[BLOCK_ROWS];
     for (long begin = 0; begin < w.k; begin += SECTION, fresh = false) {
-        const long depth = std::min(SECTION, w.k - begin), stride = INTERLEAVED * (64 / sizeof(W));
-        for (long p = 0; p < 2 * count; ++p)  // the second half, perhaps after the last panel, is prefetched only
+        const long depth = std::min(SECTION, w.k - begin), stride = 2 * (64 / sizeof(W));
+        for (long p = 0; p < count + 2; ++p)  // after the last panel: read by AMX, otherwise only prefetched
             at[p] = (const W*)panel_at(w, index, panel + p) + begin / (1 + pairs) * stride;
-        // Tiles of few rows read one stream, which the processor prefetches; it gains from help for a single row alone.
-        for (long p = 0; p < count && rows <= 4; ++p) at[count + p] = at[p] + (rows == 1) * 16 * stride;
+        // A tile of few rows waits for its own stream, which the processor prefetches; only a single row gains from more.
+        for (long p = 0; p < count; ++p) next[p] = rows > 4 ? at[p + 2] : at[p] + (rows == 1) * 32 * stride;
         for (long r = 0; r < rows; ++r) row[r] = (const X*)x[r] + begin;
         if constexpr (AMX && pairs)
             multiply_by_amx(row[0], rounded_stride(w.k), rows, at, count, depth, sums, columns, fresh);
         // Rounded rows and panels have a 0 after an odd k.
-        else multiply(row, rows, at, at + count, count, stride, depth + (rounds & depth), sums, columns, fresh);
+        else multiply<2>(row, rows, at, next, count, stride, depth + (rounds & depth), sums, columns, fresh);
     }
 }
 
 // Work items of a product: row blocks x groups of panels. Smaller groups where there are few, or threads would get
-// different numbers of panels; larger ones for few rows, whose tiles take 4 panels.
+// different numbers of panels; larger ones for few rows.
 struct Items {
     long begin, rows, panels, group, row_blocks;
     Items(long begin, long end, long n, long threads)
@@ -188,7 +187,7 @@ struct Items {
         row_blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
         group = rows > 4 ? GROUP_PANELS : 2 * GROUP_PANELS;
         while (group > 1 && row_blocks * (panels / group) < 2 * threads) group /= 2;
-        if (row_blocks == 1 && rows > 4 && panels % (8 * threads) && panels % (6 * threads) == 0) group = 6;
+        if (row_blocks == 1 && panels % (group * threads) && panels % (6 * threads) == 0) group = 6;
     }
     long groups() const { return (panels + group - 1) / group; }
     long count() const { return row_blocks * groups(); }

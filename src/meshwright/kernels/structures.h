@@ -2,9 +2,9 @@
 #pragma once
 #include <cstdint>
 
-// `count` matrices [n, k]. Packed: panels of 16 columns (of n, zero-padded to 64). In float32 a panel is [k][16]; in
-// bfloat16 [k padded to 32 / 2][16][2], as AMX and AVX512-BF16 read it. The lines (64 bytes) of INTERLEAVED panels
-// alternate. Not packed: one matrix row by row.
+// `count` matrices [n, k]. Packed: panels of 16 columns (of n, zero-padded to 32). In float32 a panel is [k][16]; in
+// bfloat16 [k padded to 32 / 2][16][2], as AMX and AVX512-BF16 read it. The lines (64 bytes) of two panels alternate, so
+// that a tile reads one stream. Not packed: one matrix row by row.
 struct Matrix {
     void* data;
     int64_t n, k, count, stride;  // stride: bytes of one matrix

@@ -18,9 +18,9 @@ BFLOAT16 = np.dtype(np.uint16)  # numpy has no bfloat16: its bits
 class PackedMatrix:
     """`count` weight matrices [n, k] (output x input size) in the memory layout that the kernels read.
 
-    The n outputs, padded to a multiple of 64, are divided into panels of 16. A line of 64 bytes holds one float32, or two
-    bfloat16 of consecutive k, of each output of a panel. The lines of 2 (AMX) or 4 panels alternate in memory, so that
-    the reads of a tile are one stream.
+    The n outputs, padded to a multiple of 32, are divided into panels of 16. A line of 64 bytes holds one float32, or
+    two bfloat16 of consecutive k, of each output of a panel. The lines of two panels alternate in memory, so that the
+    reads of a tile are one stream.
 
     buffer: the bytes of all matrices. bfloat16: True if the elements are bfloat16, else float32.
     """

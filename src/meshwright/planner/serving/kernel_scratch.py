@@ -8,7 +8,7 @@ from meshwright.spec.config import ModelConfig
 
 # Those of kernels/product.h and attention.h:
 _SUMS = 256 * 8 * 16  # float32 numbers of the sums of a work item of a product
-_ITEM_ROWS, _FEW_ROWS = 256, 32  # rows of a work item; most rows that each work item rounds to bfloat16 by itself
+_ITEM_ROWS, _FEW_ROWS = 256, 16  # rows of a work item; most rows that each work item rounds to bfloat16 by itself
 _TILE_TOKENS, _SECTION_TOKENS, _SPAN_TOKENS = 16, 64, 1024  # of a tile of queries; of the context that it attends to
 _SHARED_PARTIALS = 2 << 20  # most float32 numbers of the results of spans that several threads compute
 _LATENT_GROUP = 16  # most query heads of latent attention in a tile

@@ -43,7 +43,7 @@ FRONT_BYTES = 320 * 2**20
 ranks are forked, which has torch loaded."""
 RANK_BYTES = 96 * 2**20
 """Measured: what a rank process adds to the one it is forked from, without the items of its ledger."""
-_PANEL = 16  # output columns of a packed panel; matrices are padded to 4 panels
+_PANEL = 16  # output columns of a packed panel; matrices are padded to 2 panels
 
 
 def find_kernel_gap(config: ModelConfig, layout: Layout) -> str | None:
@@ -362,7 +362,7 @@ def _count_expert_numbers(config: ModelConfig, layout: Layout, tokens: int) -> i
     return (tokens + 1) * config.experts + tokens * config.experts_per_token * per_row
 
 
-def _round_up(count: int, multiple: int = 4 * _PANEL) -> int:
+def _round_up(count: int, multiple: int = 2 * _PANEL) -> int:
     """Return `count` rounded up to a multiple of `multiple`."""
     return -(-count // multiple) * multiple
 
