@@ -202,6 +202,23 @@ def test_as_many_threads_as_cpus_are_bound_to_one_each(built_kernels: Kernels):
     assert list_worker_cpus(built_kernels, len(cpus) + 1, most=len(cpus)) == [cpus] * len(cpus)
 
 
+def test_more_threads_than_items_compute_every_item_once(kernels: Kernels):
+    """Ranges of threads are empty, threads take each other's items, and runs follow one another closely."""
+    x = draw_floats(0, 3, 96)
+    packed = [kernels.pack(draw_floats(seed, n, 96), "float32") for seed, n in enumerate((16, 50, 96, 400))]
+    expected = [compute_linear(kernels, x, each) for each in packed]
+    for threads in (5, 9):
+        kernels.set_threads(threads)
+        found = [np.zeros((3, each.n), np.float32) for each in packed]
+        operations = kernels.create_op_list()
+        for out, each in zip(found, packed, strict=True):
+            operations.append(Linear(out, x, each, accumulate=True))
+        for number in range(1, 31):
+            operations.run(one_sequence(3))
+            for out, each in zip(found, expected, strict=True):
+                np.testing.assert_allclose(out, number * each, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize(("rows", "n", "k"), [(5, 20, 70), (17, 16, 32), (1, 3, 1), (33, 33, 31)])
 def test_packed_panels_are_the_tiles_that_amx_multiplies(kernels: Kernels, rows: int, n: int, k: int):
     x, weight = draw_floats(0, rows, k), draw_floats(1, n, k)
