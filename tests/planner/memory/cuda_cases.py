@@ -262,11 +262,12 @@ if __name__ == "__main__":
         Our own operators are run as they are written, not as they are described. A number that the host asks for is 1:
         tensors without memory have none."""
 
-        def __init__(self, cublas: int) -> None:
+        def __init__(self, cublas: int, streams: int) -> None:
             super().__init__()
-            self.now = self.peak = 2 * cublas
-            # A handle of each thread has one: the caller's and the one of autograd (CublasHandlePool.cpp).
-            self.alive = {-1: (cublas, "cuBLAS, forward"), -2: (cublas, "cuBLAS, backward")}
+            self.now = self.peak = 2 * cublas * streams
+            # A handle of each thread, the caller's and the one of autograd, has one on each stream
+            # (CublasHandlePool.cpp): a graph is captured on a stream of its own.
+            self.alive = {-1 - at: (cublas, f"cuBLAS, {at}") for at in range(2 * streams)}
             self.host_waits: list[str] = []
             self.highest: dict[int, tuple[int, str]] = {}
             self.inside: list[tuple[str, int]] = []
@@ -488,7 +489,7 @@ if __name__ == "__main__":
             graphs=case.graphs,
         )  # fmt: skip
         device = torch.device("cuda", 0)
-        allocator = Allocator((32 << 20) if case.hopper else 8519680)
+        allocator = Allocator((32 << 20) if case.hopper else 8519680, 1 + case.graphs)
         rows = case.batch // (layout.dp * layout.micro_batches)
         spread = layout.expert_parallel
         copies = rows * case.sequence // layout.cp // (layout.tp if spread else 1) * config.experts_per_token

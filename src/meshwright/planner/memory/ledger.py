@@ -109,7 +109,8 @@ class LedgerOptions(TypedDict, total=False):
         teacher: The teacher of distillation; None: none.
         compile: True if layers, norm and loss are compiled; `Ledger.compiled` is True if this can be predicted.
         architecture: Architecture of CUDA devices, such as "Hopper".
-        graphs: True if forward and backward are a CUDA graph, which has a copy of the batch of its own.
+        graphs: True if forward and backward are a CUDA graph, which has its own copy of the batch and, captured on its
+            own stream, its own workspaces of cuBLAS.
     """
 
     optimizer: str
@@ -219,7 +220,7 @@ class _StepReplay:
         if any(stage.layers for stage in self.partition.stages_on(self.place["pp"])):
             yield from position_tables(self.config, self.batch.sequence, self.batch.dtype)
         yield from self.teacher.list_tensors(self.place["pp"]) if self.teacher else ()
-        for way in ("forward", "backward") if self.workspace else ():
+        for way in (1 + self.graphs) * ("forward", "backward") if self.workspace else ():
             yield Allocation("workspace", f"cuBLAS, {way}", (self.workspace,), "uint8", self.workspace)
         shape = (1 + self.graphs) * self.layout.micro_batches * self.batch.rows, self.batch.tokens
         targets = (shape[0],) if self.config.head == "classes" else shape
