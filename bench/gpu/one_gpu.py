@@ -5,13 +5,13 @@
 Measured first, in bf16: tokens per second, model FLOP utilisation and peak memory of a 1 B Llama shape at sequence 4096
 and of eight layers as wide as Llama-3 8B's at sequence 8192, also with eight packed documents in a sequence, by
 variable-length attention and by a mask of all pairs of tokens; where the host waits for the GPU in such a step; the
-attention kernels alone; weight gradients added in float32, batches loaded in advance, the gradient norm, expandable
-segments and pinned snapshots (`step_paths.py`); how long a background save holds up training. Then checked: loss and
-gradients of each family in float32 against float64 on the CPU, documents packed and not; those of variable-length
-attention in bf16 against the mask's; ring attention of documents and windows, its ranks one after the other, by flash
-kernels against float64 and against tiles; recompute and torch.compile against plain; a run of steps with
-`deterministic` resumed from a checkpoint, bit for bit, documents packed and not; greedy generation with the cache
-against full recomputation. Each case fails alone.
+attention kernels alone; weight gradients added in float32, batches loaded in advance, steps that replay a CUDA graph,
+the gradient norm, expandable segments and pinned snapshots (`step_paths.py`); how long a background save holds up
+training. Then checked: loss and gradients of each family in float32 against float64 on the CPU, documents packed and
+not; those of variable-length attention in bf16 against the mask's; ring attention of documents and windows, its ranks
+one after the other, by flash kernels against float64 and against tiles; recompute and torch.compile against plain; a
+run of steps with `deterministic` resumed from a checkpoint, bit for bit, documents packed and not; greedy generation
+with the cache against full recomputation. Each case fails alone.
 `--small` shrinks the measured model, so that the script itself can be tried on a CPU. Writes
 `bench/results/gpu_one_gpu.json`; exit code 1 when a check does not hold.
 """

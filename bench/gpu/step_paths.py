@@ -1,5 +1,6 @@
 """Parts of a training step that only GPUs have: weight gradients added in float32, batches loaded a step in advance,
-the gradient norm in few kernels, expandable memory segments, pinned snapshots. Cases of `one_gpu.py`."""
+CUDA graphs of forward and backward, the gradient norm in few kernels, expandable memory segments, pinned snapshots.
+Cases of `one_gpu.py`."""
 
 from __future__ import annotations
 
@@ -8,12 +9,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-from cases import step_seconds
+from cases import free_memory, step_seconds
 
 from meshwright.checkpoint.snapshot import SnapshotBuffers
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.parallel.zero_engine import _sum_squares
+from meshwright.training.cuda_graphs import GraphedForwardBackward
+from meshwright.training.deterministic import deterministic
 from meshwright.training.language_model import LanguageModelTask
 from synthetic import synthetic_trainer
 
@@ -68,6 +71,44 @@ def prefetch_seconds(device: str, shape: dict[str, int]) -> dict[str, float]:
         found[f"{name}_data_seconds"] = trainer.clock.seconds()["data"]
         del trainer
     return found
+
+
+def graph_trainer(device: str, shape: dict[str, int], compiled: bool, graphs: bool) -> Any:
+    """Return a trainer whose forward and backward are a CUDA graph from the third step on, if `graphs`; a CPU, on which
+    the script is tried, has none."""
+    mesh = Mesh.single(Layout.parse("bf16"), device)
+    trainer: Any = synthetic_trainer(shape, "bf16", compile_blocks=compiled, mesh=mesh)
+    if graphs and device.startswith("cuda"):
+        trainer.task._run_passes = GraphedForwardBackward(trainer.task._launch_passes, trainer.task.passes)
+    return trainer
+
+
+def graph_ratio(device: str, shape: dict[str, int], compiled: bool) -> dict[str, Any]:
+    """Seconds of a step whose kernels are launched one by one and of one that replays a CUDA graph, with their ratio
+    and the peak of reserved memory; whether losses and parameters after six steps with deterministic kernels are equal
+    bit for bit."""
+    cuda, found = device.startswith("cuda"), {}
+    for name in ("launched", "replayed"):
+        if cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        trainer = graph_trainer(device, shape, compiled, name == "replayed")
+        found[f"{name}_seconds"] = step_seconds(trainer.step, 4, 12, cuda)
+        found[f"{name}_reserved_bytes"] = torch.cuda.max_memory_reserved() if cuda else 0
+        del trainer
+        free_memory()
+    results = []
+    with deterministic(True, compiled):
+        for graphs in (False, True):
+            trainer = graph_trainer(device, shape, compiled, graphs)
+            losses = [trainer.step().loss for _ in range(6)]
+            results.append((losses, [shard.master.cpu() for shard in trainer.parallel.shards]))
+            del trainer
+            free_memory()
+    (losses, weights), (replayed, replayed_weights) = results
+    same = all(torch.equal(one, other) for one, other in zip(weights, replayed_weights, strict=True))
+    found["ratio"] = found["launched_seconds"] / found["replayed_seconds"]
+    return {**found, "equal_losses": losses == replayed, "equal_weights": same}
 
 
 def norm_error(device: str, shape: dict[str, int]) -> dict[str, float]:
@@ -138,6 +179,13 @@ def step_cases(cases: Any, device: str, shapes: dict[str, dict[str, int]]) -> No
         norm = partial(norm_error, device, less)
         cases.run("gradient norm", f"{name}, 2 layers", norm, lambda found: found["error"] < 1e-6)
     first, shape = next(iter(shapes.items()))
+    launch_bound = {**shape, "layers": 8, "hidden": 512, "heads": 8, "kv_heads": 8, "intermediate": 1408, "batch": 2}
+    for name, given in ((first, shape), (f"{first}, hidden 512, 8 layers", {**launch_bound, "sequence": 512})):
+        for compiled in (False, True):
+            ratio = partial(graph_ratio, device, given, compiled)
+            equal = "equal_losses", "equal_weights"
+            title = f"{name}{', compiled' * compiled}"
+            cases.run("CUDA graph", title, ratio, lambda found, equal=equal: all(found[each] for each in equal))
     cases.run("input", first, partial(prefetch_seconds, device, shape))
     pinned = partial(snapshot_is_pinned, device, {**shape, "layers": 1})
     cases.run(

@@ -49,6 +49,7 @@ def test_gpu_times_are_those_of_the_previous_step(monkeypatch: pytest.MonkeyPatc
             waited.append(self.time)
 
     monkeypatch.setattr(clock, "_take_time", Event)
+    marks = []
     for step in range(3):
         clock.start()
         clock.mark("data")
@@ -56,10 +57,13 @@ def test_gpu_times_are_those_of_the_previous_step(monkeypatch: pytest.MonkeyPatc
             clock.mark("forward")
         working = clock.compute_working_seconds()
         clock.mark("update")
+        marks.append(clock.marks)
         expected = {0: 1e-3, 1: 1e-3, 2: 2e-3}[step]
         assert working == pytest.approx(expected)
     assert waited == [1, 2, 6]
     assert clock.seconds() == pytest.approx({"data": 1e-3, "forward": 1e-3, "update": 1e-3})
+    forward = [clock.seconds(each).get("forward", 0.0) for each in marks]  # of steps finished at once, or one later
+    assert forward == pytest.approx([0.0, 1e-3, 2e-3])
 
 
 def test_time_spent_waiting_is_not_work():

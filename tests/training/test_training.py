@@ -498,6 +498,13 @@ def test_stop_is_obeyed_after_the_step_that_was_launched_ahead(two, home):
     assert find_newest(place / "run/checkpoints").state()["step"] == 5
 
 
+def test_step_is_logged_although_the_launch_of_the_next_one_fails(home):
+    place = home / "failed launch"
+    (outcome,) = cases.run(None, place, "fp32", fault="launch_of_step_4_fails", checkpoint_every=0)
+    assert outcome["error"] == "OSError: the data cannot be read"
+    assert [line["step"] for line in steps(place)] == [1, 2, 3]
+
+
 def test_skipped_step_that_ends_the_run_is_named_although_the_next_is_launched(two, home):
     place = home / "skip ahead"
     outcomes = cases.run(two, place, "dp2 zero1 fp32", fault="skip_and_watch_early_updates", train_maximum_skipped=0)

@@ -271,6 +271,19 @@ def update_early_and_finish_at_once(run: loop.Run) -> None:
     assert not run.trainer.can_launch_ahead
 
 
+def launch_of_step_4_fails(run: loop.Run) -> None:
+    """Step 4 fails at its launch, before step 3 is finished."""
+    update_early(run)
+    load = run.trainer.task.load_step
+
+    def failing(step: int) -> Any:
+        if step == 3:
+            raise OSError("the data cannot be read")
+        return load(step)
+
+    run.trainer.task.load_step = failing  # type: ignore[method-assign]
+
+
 def stop_in_step_4_early_updates(run: loop.Run) -> None:
     update_early(run)
     stop_in_step_4(run)

@@ -11,6 +11,7 @@ from meshwright.errors import UserError
 from meshwright.monitoring.trackers import check_trackers
 from meshwright.recipe import Recipe
 from meshwright.spec.adapter_json import check_initial_adapter
+from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.spec.config_json import config_from_path
 from meshwright.spec.distillation import check_teacher, check_vocabularies, read_teacher_config
@@ -33,6 +34,7 @@ def check_recipe(recipe: Recipe) -> None:
     check_vocabulary(recipe, least)
     student = config_from_recipe(recipe.model, recipe.data.sequence, least, recipe.adapter)
     check_teacher(recipe, student, recipe.parsed_layout)
+    check_cuda_graphs(recipe, student)
     check_profile_and_trackers(recipe)
 
 
@@ -101,6 +103,27 @@ def check_memory(recipe: Recipe, machine_bytes: int) -> None:
                 f"{recipe.source_path or 'recipe'}: {what} take at least {needed / 2**30:,.0f} GiB, and this machine "
                 f"has {machine_bytes / 2**30:,.1f} GiB; make the model or the micro-batch smaller (`meshwright plan`)"
             )
+
+
+def check_cuda_graphs(recipe: Recipe, config: ModelConfig) -> None:
+    """Raise `UserError` with the first reason why forward and backward of the recipe cannot be one CUDA graph, if
+    `train.cuda_graphs` is set, on any device. A graph repeats the kernels of one step on other values: neither shapes
+    nor numbers that the host reads may change from step to step, and calls to other ranks, each of which is recorded
+    and watched, are no part of it.
+
+    config: architecture of the recipe's model."""
+    ranks = recipe.parsed_layout.world_size
+    problem = None
+    if ranks > 1:
+        problem = f"a CUDA graph has no calls to other ranks, and the layout has {ranks} ranks; use one rank"
+    elif recipe.objective != "next-token":
+        problem = f'a CUDA graph is for objective "next-token"; "{recipe.objective}" has inputs of changing shapes'
+    elif recipe.data.document_mask:
+        problem = "a CUDA graph has fixed shapes, and batches pack other documents; set data.document_mask=false"
+    elif config.experts:
+        problem = "a CUDA graph has fixed shapes, and batches give experts other numbers of tokens"
+    if recipe.train.cuda_graphs and problem is not None:
+        raise UserError(f"{recipe.where('train.cuda_graphs')}: train.cuda_graphs: {problem}")
 
 
 def check_profile_and_trackers(recipe: Recipe) -> None:

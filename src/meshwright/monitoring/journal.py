@@ -118,6 +118,8 @@ class Journal:
                 self.log(line)
             if self.recipe.train.compile and done < self.recipe.train.steps:
                 self.log(f"compiling during step {done + 1}, which takes longer than the others (train.compile)")
+            if self.recipe.train.cuda_graphs and self.device.type == "cpu":
+                self.log("train.cuda_graphs changes nothing on a CPU: it is for GPUs")
             self._queue_for_trackers(done + 1, {"predicted": prediction.to_json_dict()})
         self.progress.begin(done)
         self.memory.begin()

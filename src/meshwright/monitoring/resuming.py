@@ -26,6 +26,7 @@ RESUMABLE = (
     "train.decay",  # the decay phase of a WSD schedule is often chosen late
     "train.compile",
     "train.deterministic",
+    "train.cuda_graphs",
     "train.validate_every",
     "train.validation_sequences",
     "train.maximum_skipped",

@@ -17,6 +17,8 @@ OTHER_NAMES = {
     "eval_interval": "train.validate_every",
     "eval_steps": "train.validate_every",
     "expert_model_parallel_size": "layout",
+    "cuda_graph_impl": "train.cuda_graphs",
+    "enable_cuda_graph": "train.cuda_graphs",
     "ffn_hidden_size": "model.intermediate",
     "fp16": "layout",
     "fsdp": "layout",

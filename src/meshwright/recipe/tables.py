@@ -190,6 +190,7 @@ class TrainRecipe(Table):
         loss_scale: Initial value for fp16, doubled after `loss_scale_every` finite steps in a row.
         compile: Run layers under torch.compile.
         deterministic: Use deterministic GPU kernels only.
+        cuda_graphs: On a GPU, launch forward and backward of a step as one CUDA graph.
         log_every: Steps between log lines.
         slow_rank_factor: Report a rank slower than the median rank by this factor.
         profile: Steps to trace, "10" or "10:12" (inclusive).
@@ -218,6 +219,7 @@ class TrainRecipe(Table):
     clip: NotNegative = 1.0  # global gradient norm; 0 = off
     compile: bool = False
     deterministic: bool = False
+    cuda_graphs: bool = False
     validate_every: CountOrZero = 0  # steps; 0 = never
     validation_sequences: Annotated[int, Size("documents")] = 64
     maximum_skipped: CountOrZero = 10  # steps in a row whose loss or gradient is not finite

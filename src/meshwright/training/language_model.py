@@ -39,6 +39,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.parameters import parameter_table
 from meshwright.training.batch_prefetch import BatchPrefetcher
+from meshwright.training.cuda_graphs import CAPTURING_DEVICES, GraphedForwardBackward, RunPasses
 from meshwright.training.distillation import Distillation
 from meshwright.training.distillation_loss import make_distillation
 from meshwright.training.objective import NextToken, Objective
@@ -99,6 +100,9 @@ class LanguageModelTask:
             preference=self.objective.pair_loss,
         )
         self._batches = BatchPrefetcher(self._load_step, torch.device(mesh.device))
+        self._run_passes: RunPasses = self._launch_passes
+        if recipe.train.cuda_graphs and mesh.device.type in CAPTURING_DEVICES:
+            self._run_passes = GraphedForwardBackward(self._launch_passes, self.passes)
 
     # --- a step
 
@@ -155,8 +159,11 @@ class LanguageModelTask:
 
         Returns float64 [1 + metrics]: this rank's contributions to the divided loss and to the metric sums (which are
         not divided). Summed over all ranks they are the loss and the metric sums of the step."""
-        loss = self.passes.train(micro_batches, divisor)
-        return self._compute_rank_contributions(loss)
+        return self._run_passes(micro_batches, divisor)
+
+    def _launch_passes(self, micro_batches: Sequence[MicroBatch], divisor: Divisor) -> torch.Tensor:
+        """Run forward and backward as `forward_backward`, with one launch for each kernel."""
+        return self._compute_rank_contributions(self.passes.train(micro_batches, divisor))
 
     def discard_step(self) -> None:
         """Do nothing: a skipped step has changed neither parameters nor optimizer state, and this model has no other

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ from meshwright.errors import CheckFailed, Terminated, UserError
 from meshwright.launcher.rank_threads import format_thread_change
 from meshwright.launcher.stopping import StopRequest
 from meshwright.layout import Layout
+from meshwright.monitoring.clock import Marks
 from meshwright.monitoring.comparison import Prediction
 from meshwright.monitoring.journal import Journal
 from meshwright.monitoring.profile import Profile
@@ -61,12 +64,13 @@ class _LaunchedStep(NamedTuple):
     """Training step that a device may still compute.
 
     number: number of the step, from 1. begun: time of `time.perf_counter` before its launch. sent: bytes that this rank
-    sent in the step, by call site and by mesh axis. profiled: True if the profiler recorded the step, which makes it
-    slower."""
+    sent in the step, by call site and by mesh axis. marks: ends of its phases. profiled: True if the profiler recorded
+    the step, which makes it slower."""
 
     number: int
     begun: float
     sent: tuple[dict[str, int], dict[str, int]]
+    marks: Marks
     profiled: bool
 
 
@@ -104,8 +108,8 @@ class Run:
         self.saved_state: dict[str, Any] | None = None
         """`state.json` of the checkpoint from which the run resumes."""
         self._resume_notes: list[str] = []
-        self._unfinished: _LaunchedStep | None = None
-        """Step whose outcome is read after the launch of the next one."""
+        self._unfinished: deque[_LaunchedStep] = deque()
+        """Steps whose outcomes are still to be read, oldest first; between two steps at most one."""
         self._finished_at = 0.0
 
     def run(self) -> dict[str, Any]:
@@ -133,34 +137,34 @@ class Run:
         if profiled:
             self.journal.memory.stop()
         record = self.mesh.record
-        sites = record.sent_by_site()
-        axes = record.sent_by_axis()
+        sites, axes = record.sent_by_site(), record.sent_by_axis()
         begun = time.perf_counter()
-        trainer.launch_step(stop=self.stop.requested, save_failed=self.checkpointer.failed() is not None)
+        try:
+            trainer.launch_step(stop=self.stop.requested, save_failed=self.checkpointer.failed() is not None)
+        except Exception:
+            with suppress(Exception):  # the failure of the launch is to be reported
+                for step in self._unfinished:
+                    self._finish_step(step)
+            raise
         self.journal.memory.step_done()
         sent = count_sent_between(sites, record.sent_by_site()), count_sent_between(axes, record.sent_by_axis())
         done = trainer.steps_done
-        launched = _LaunchedStep(done, begun, sent, profiled)
-        earlier, self._unfinished = self._unfinished, None
-        stop = save_failed = False
-        if earlier is not None:
-            outcome, _ = self._finish_step(earlier)
-            self._check_skipped_steps(earlier.number)
-            stop, save_failed = outcome.stop, outcome.save_failed
+        self._unfinished.append(_LaunchedStep(done, begun, sent, trainer.clock.marks, profiled))
         last = done == train.steps
-        every = self.recipe.checkpoint.every
-        due = last or (every > 0 and done % every == 0)
+        due = last or done % (self.recipe.checkpoint.every or train.steps) == 0
         # Every checkpoint needs its validation loss.
         validates = train.validate_every > 0 and (due or done % train.validate_every == 0)
         at_once = due or validates or profiled or done + 1 == self.profile.first  # a recording begins on an idle device
-        if trainer.can_launch_ahead and not (at_once or stop or save_failed):
-            self._unfinished = launched
+        stop = save_failed = False
+        while len(self._unfinished) > (trainer.can_launch_ahead and not (at_once or stop or save_failed)):
+            step = self._unfinished.popleft()
+            outcome, validation = self._finish_step(step, validates and step.number == done)
+            self._check_skipped_steps(step.number)
+            stop, save_failed = stop or outcome.stop, save_failed or outcome.save_failed
+        if self._unfinished:
             return
-        outcome, validation = self._finish_step(launched, validates)
-        if save_failed or outcome.save_failed:
+        if save_failed:
             self.journal.record_save_failure(done, abandon_save(self.checkpointer, self.agreement))
-        self._check_skipped_steps(done)
-        stop = stop or outcome.stop
         if due or stop:
             self._save(None if validation is None else validation.loss)
         if stop and not last:
@@ -193,7 +197,7 @@ class Run:
                 skipped_steps=trainer.skipped,
                 validation=validation,
                 seconds=seconds,
-                seconds_by_part=trainer.clock.seconds(),
+                seconds_by_part=trainer.clock.seconds(step.marks),
                 waiting_seconds=trainer.clock.compute_waiting_seconds(),
                 next_loss_scale=trainer.loss_scale.value if trainer.loss_scale.dynamic else None,
                 profiled=step.profiled,
@@ -241,11 +245,10 @@ class Run:
     def _prepare_first_step(self) -> None:
         """Prepare the task's inputs before the first step and report the start of the run. If this fails on one rank,
         all ranks raise that rank's `UserError`. Collective."""
-        if self.recipe.checkpoint.background:
-            with self.journal.memory.exclude_allocations():
-                self.checkpointer.reserve(self.trainer.slices(owned=True))  # no page faults in the first save
         directory = RunDirectory(self.recipe.run_directory).path
         with self.journal.memory.exclude_allocations():
+            if self.recipe.checkpoint.background:
+                self.checkpointer.reserve(self.trainer.slices(owned=True))  # no page faults in the first save
             self.trainer.task.prepare(RunStart(directory, self.agreement, self.saved_state, self.journal.log))
         problem = None
         try:
@@ -304,10 +307,8 @@ class Run:
         which are printed before the first step."""
         self.trainer.restore(state)
         self.saved_state = state
-        notes = [
-            format_schedule_change(state, self.recipe.train),
-            format_thread_change(state.get("threads"), self.trainer.threads),
-        ]
+        threads = format_thread_change(state.get("threads"), self.trainer.threads)
+        notes = format_schedule_change(state, self.recipe.train), threads
         self._resume_notes = [line for line in notes if line is not None]
         return checkpoint.name
 
@@ -335,9 +336,8 @@ class Run:
         step = self.trainer.steps_done
         if (reason := wait_for_save(self.checkpointer, self.agreement)) is not None:
             self.journal.record_save_failure(step, reason)
-        self.checkpointer.save(
-            step, self.trainer.slices(owned=True), self.trainer.state(), validation_loss=validation_loss
-        )
+        state = self.trainer.state()
+        self.checkpointer.save(step, self.trainer.slices(owned=True), state, validation_loss=validation_loss)
         self.journal.record_save_start(step, self.checkpointer.stall_seconds)
 
     def _finish_saving(self) -> None:

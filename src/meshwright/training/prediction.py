@@ -132,6 +132,7 @@ def _predict_ledger(trainer: Trainer, machine: Cluster | None, notes: list[str])
         documents=documents, pairs=task.objective.pair_loss is not None,
         teacher=task.objective.teacher_work,
         compile=trainer.recipe.train.compile, architecture="" if machine is None else machine.device.architecture,
+        graphs=trainer.recipe.train.cuda_graphs and trainer.device.type == "cuda",
     )  # fmt: skip
     if trainer.recipe.train.compile and not found.compiled:
         notes.append("memory is predicted as if blocks were not compiled")

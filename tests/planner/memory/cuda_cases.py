@@ -23,8 +23,9 @@ import tempfile
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -48,6 +49,7 @@ class CudaStep(NamedTuple):
     documents: int = 1
     hopper: bool = False
     saved: bool = False  # whether to compare what one forward keeps, tensor by tensor
+    graphs: bool = False  # whether forward and backward are captured in the third step; the fourth is then measured
 
 
 class Measured(NamedTuple):
@@ -157,6 +159,7 @@ if __name__ == "__main__":
     from meshwright.spec.partition import Partition
     from meshwright.spec.presets import preset
     from meshwright.spec.stage_times import program_for
+    from meshwright.training.cuda_graphs import GraphedForwardBackward
     from meshwright.training.optimizer import Optimizer
     from meshwright.training.precision import PARAMETER_DTYPES
     from tests.planner.memory.saved_cases import Case, Watched, difference, watch
@@ -259,11 +262,12 @@ if __name__ == "__main__":
         Our own operators are run as they are written, not as they are described. A number that the host asks for is 1:
         tensors without memory have none."""
 
-        def __init__(self, cublas: int) -> None:
+        def __init__(self, cublas: int, streams: int) -> None:
             super().__init__()
-            self.now = self.peak = 2 * cublas
-            # A handle of each thread has one: the caller's and the one of autograd (CublasHandlePool.cpp).
-            self.alive = {-1: (cublas, "cuBLAS, forward"), -2: (cublas, "cuBLAS, backward")}
+            self.now = self.peak = 2 * cublas * streams
+            # A handle of each thread, the caller's and the one of autograd, has one on each stream
+            # (CublasHandlePool.cpp): a graph is captured on a stream of its own.
+            self.alive = {-1 - at: (cublas, f"cuBLAS, {at}") for at in range(2 * streams)}
             self.host_waits: list[str] = []
             self.highest: dict[int, tuple[int, str]] = {}
             self.inside: list[tuple[str, int]] = []
@@ -482,9 +486,10 @@ if __name__ == "__main__":
         predicted = ledger(
             config, layout, batch=case.batch, sequence=case.sequence, optimizer=case.optimizer, rank=case.rank,
             documents=case.documents > 1, device="cuda", architecture="Hopper" if case.hopper else "Ampere",
+            graphs=case.graphs,
         )  # fmt: skip
         device = torch.device("cuda", 0)
-        allocator = Allocator((32 << 20) if case.hopper else 8519680)
+        allocator = Allocator((32 << 20) if case.hopper else 8519680, 1 + case.graphs)
         rows = case.batch // (layout.dp * layout.micro_batches)
         spread = layout.expert_parallel
         copies = rows * case.sequence // layout.cp // (layout.tp if spread else 1) * config.experts_per_token
@@ -507,29 +512,50 @@ if __name__ == "__main__":
             train = TrainRecipe(steps=3, batch=case.batch, learning_rate=1e-3, optimizer=case.optimizer)
             optimizer = Optimizer(parallel.shards, train)
             passes = ForwardBackward(model, parallel, program)
-            micro_batches: list[Any] = []
-            for _ in range(layout.micro_batches):
-                parts = [torch.empty(rows, case.sequence, dtype=torch.int64, device=device) for _ in range(2)]
-                documents = Documents()
-                if case.documents > 1:
-                    documents = Documents(torch.zeros(rows, case.sequence, dtype=torch.int64)).to(device)
-                micro_batches.append(shard_sequences(*parts, documents, mesh))
-            del parts
+            latest: list[Any] = []
+
+            def run(*given: Any) -> torch.Tensor:
+                """Run forward and backward; a replay, whose pool keeps the memory of the captured step, runs them on
+                what that step was given."""
+                latest[:] = given
+                return passes.train(*given)
+
+            graph = SimpleNamespace(replay=lambda: run(*latest))
+            capture = mock.patch.multiple(torch.cuda, CUDAGraph=lambda: graph, graph=lambda *_, **__: nullcontext())
+            launch: Any = GraphedForwardBackward(run, passes) if case.graphs else passes.train
+
+            def load() -> list[Any]:
+                """Return the micro-batches of a step."""
+                loaded = []
+                for _ in range(layout.micro_batches):
+                    parts = [torch.empty(rows, case.sequence, dtype=torch.int64, device=device) for _ in range(2)]
+                    documents = Documents()
+                    if case.documents > 1:
+                        documents = Documents(torch.zeros(rows, case.sequence, dtype=torch.int64)).to(device)
+                    loaded.append(shard_sequences(*parts, documents, mesh))
+                return loaded
 
             def once() -> None:
-                passes.train(micro_batches, 1000.0)
+                launch(micro_batches, torch.full((), 1000.0, device=device))
                 optimizer.step(1e-3)
                 parallel.all_gather_parameters()
                 parallel.begin_step(0)
 
+            micro_batches = load()
             once()  # makes optimizer state and tables
+            if case.graphs:
+                once()
+                with capture:
+                    once()
+                micro_batches = load()  # beside those that the graph reads
             gc.collect()
             between, allocator.peak = allocator.now, 0
             allocator.host_waits.clear()
             once()
             peak, highest = allocator.peak, allocator.by_operator()
             waits = sorted(allocator.host_waits)
-            del micro_batches, model, parallel, optimizer, passes
+            latest.clear()
+            del micro_batches, model, parallel, optimizer, passes, launch
             kept = forward(case, config, layout) if case.saved else None
         items = sorted(((each.bytes, f"{each.category} {each.name}") for each in predicted.items), reverse=True)
         unexpected, missing = difference(kept) if kept else ([], [])

@@ -109,6 +109,8 @@ class LedgerOptions(TypedDict, total=False):
         teacher: The teacher of distillation; None: none.
         compile: True if layers, norm and loss are compiled; `Ledger.compiled` is True if this can be predicted.
         architecture: Architecture of CUDA devices, such as "Hopper".
+        graphs: True if forward and backward are a CUDA graph, which has its own copy of the batch and, captured on its
+            own stream, its own workspaces of cuBLAS.
     """
 
     optimizer: str
@@ -121,6 +123,7 @@ class LedgerOptions(TypedDict, total=False):
     teacher: TeacherWork | None
     compile: bool
     architecture: str
+    graphs: bool
 
 
 def ledger(
@@ -176,6 +179,7 @@ class _StepReplay:
         config, layout, sequence = batch.config, batch.layout, batch.sequence
         self.batch, self.config, self.layout = batch, config, layout
         self.compiled = options.get("compile", False)
+        self.graphs = options.get("graphs", False)
         self.workspace = 0
         if batch.device == "cuda":
             self.workspace = CUBLAS_WORKSPACES.get(options.get("architecture", ""), CUBLAS_WORKSPACE)
@@ -203,10 +207,9 @@ class _StepReplay:
         items = [*stay, *self._snapshot_items(peak_snapshot, others)]
         total = base + transient
         framework = (0, 0) if self.batch.device == "cpu" else (int(CUDA_CONTEXT[0]), int(CUDA_CONTEXT[1]))
+        compiled = self.compiled and can_predict_compiled(self.batch)
         assert sum(item.bytes for item in items) == total
-        return Ledger(
-            tuple(items), total, peak_snapshot.name, base, framework, self.compiled and can_predict_compiled(self.batch)
-        )
+        return Ledger(tuple(items), total, peak_snapshot.name, base, framework, compiled)
 
     def _whole_step_items(self) -> Iterator[Allocation]:
         """Yield the tensors allocated during the whole step: model states, position tables, batch, cuBLAS workspaces
@@ -217,9 +220,9 @@ class _StepReplay:
         if any(stage.layers for stage in self.partition.stages_on(self.place["pp"])):
             yield from position_tables(self.config, self.batch.sequence, self.batch.dtype)
         yield from self.teacher.list_tensors(self.place["pp"]) if self.teacher else ()
-        for way in ("forward", "backward") if self.workspace else ():
+        for way in (1 + self.graphs) * ("forward", "backward") if self.workspace else ():
             yield Allocation("workspace", f"cuBLAS, {way}", (self.workspace,), "uint8", self.workspace)
-        shape = self.layout.micro_batches * self.batch.rows, self.batch.tokens
+        shape = (1 + self.graphs) * self.layout.micro_batches * self.batch.rows, self.batch.tokens
         targets = (shape[0],) if self.config.head == "classes" else shape
         documents = [("batch.documents", (shape[0], self.batch.sequence))] if self.batch.masked else []
         for name, of in (("batch.tokens", shape), ("batch.targets", targets), *documents):
@@ -260,8 +263,7 @@ class _StepReplay:
             elif kind != _BACKWARD:
                 alive["activations", QUEUE, stage] += part.queue if kind == _INPUT_GRADIENT else -part.queue
             in_flight = highest.leaves
-            makes = kind == _FORWARD and stage < last
-            if makes or (kind in (_BACKWARD, _INPUT_GRADIENT) and stage > 0):
+            if stage < last if kind == _FORWARD else kind != _WEIGHT_GRADIENT and stage > 0:
                 alive[*_SENT, stage] += stream
 
     def _find_peak(

@@ -23,12 +23,14 @@ class ModuleRecipe(Recipe):
 
     @model_validator(mode="after")
     def _check_tables(self) -> Self:
-        """Validate the recipe: reject keys that only Meshwright's own models support (compile, other objectives,
-        quantized base weights under an adapter). Return the recipe."""
+        """Validate the recipe: reject keys that only Meshwright's own models support (compile, CUDA graphs, other
+        objectives, quantized base weights under an adapter). Return the recipe."""
         if self.adapter.base != "bf16":
             raise ValueError(f'adapter.base "{self.adapter.base}" packs built-in models; here the base stays as it is')
         if self.train.compile:
             raise ValueError("train.compile is for built-in models; call module.compile() in build")
+        if self.train.cuda_graphs:
+            raise ValueError("train.cuda_graphs is for built-in models; a module may wait for the GPU in its forward")
         if self.train.objective not in (None, "next-token"):
             raise ValueError(
                 f'train.objective "{self.train.objective}" is for built-in models; here the script defines the loss'

@@ -1,0 +1,96 @@
+"""Forward and backward of a training step as one CUDA graph, which the host launches by one call.
+
+As Megatron-LM's full-iteration graphs (`--cuda-graph-impl full_iteration`) and torchtitan's, the graph spans all
+micro-batches of the step. Its inputs are tokens, targets and divisor of the loss, its results the loss and the
+gradients, which lie in the flat buffers of the ZeRO engine. Gradient norm, clipping and update, with a learning rate
+that changes, stay outside of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from meshwright.model.documents import MicroBatch
+from meshwright.monitoring.clock import IN_GRAPH
+from meshwright.parallel.stage_compute import Divisor
+from meshwright.parallel.step import ForwardBackward
+from meshwright.training.batch_prefetch import list_tensors
+
+CAPTURING_DEVICES = ("cuda",)
+"""Types of devices on which `train.cuda_graphs` has an effect."""
+
+UNCAPTURED_STEPS = 2
+"""Steps before the capture: they compile kernels, fill tables of positions and make cuBLAS's handles, none of which a
+capture can."""
+
+RunPasses = Callable[[Sequence[MicroBatch], Divisor], torch.Tensor]
+"""Function (micro-batches, divisor of the loss) -> float64 [1 + metrics]: `Task.forward_backward`."""
+
+
+class _CapturedStep(NamedTuple):
+    """CUDA graph of a step's forward and backward.
+
+    graph: the graph. micro_batches: micro-batches that it reads. inputs: their tensors, then the divisor of the loss;
+    each replay reads the values that these tensors hold. shares: result that each replay overwrites."""
+
+    graph: torch.cuda.CUDAGraph
+    micro_batches: Sequence[MicroBatch]
+    inputs: list[torch.Tensor]
+    shares: torch.Tensor
+
+
+class GraphedForwardBackward:
+    """Function (micro-batches, divisor of the loss) that runs forward and backward of a step, from the third step on as
+    a replay of a CUDA graph. A step in which a profile is recorded runs without the graph, since the profile needs each
+    pass.
+
+    run: runs forward and backward without a graph. All of its calls must launch the same kernels on tensors of the same
+    shapes, without a wait of the host and without a call to other ranks (`launcher.recipe_checks.check_cuda_graphs`).
+    passes: object that marks the phases of the step for the trainer's clock."""
+
+    def __init__(self, run: RunPasses, passes: ForwardBackward) -> None:
+        self._run, self._passes = run, passes
+        self._uncaptured = UNCAPTURED_STEPS
+        self._captured: _CapturedStep | None = None
+
+    def __call__(self, micro_batches: Sequence[MicroBatch], divisor: Divisor) -> torch.Tensor:
+        """Run forward and backward of `micro_batches`, whose summed loss is divided by `divisor`; return what the
+        function `run` returns. The next call overwrites the returned tensor."""
+        if self._passes.watched is not None:
+            return self._run(micro_batches, divisor)
+        if self._uncaptured:
+            self._uncaptured -= 1
+            return self._run(micro_batches, divisor)
+        given = [*list_tensors(micro_batches), self._evaluate(divisor)]
+        if self._captured is None:
+            self._captured = self._capture(micro_batches, given)
+        captured = self._captured
+        for tensor, value in zip(captured.inputs, given, strict=True):
+            assert tensor.shape == value.shape and tensor.dtype == value.dtype, "a CUDA graph has inputs of fixed shape"
+            tensor.copy_(value)
+        captured.graph.replay()
+        self._passes.mark(IN_GRAPH)
+        return captured.shares
+
+    def _capture(self, micro_batches: Sequence[MicroBatch], inputs: list[torch.Tensor]) -> _CapturedStep:
+        """Capture forward and backward of `micro_batches` without running them. inputs: the tensors of `micro_batches`,
+        then the divisor of the loss, scalar; the graph keeps reading these tensors.
+
+        Other threads may use the GPU meanwhile, as a background save does."""
+        graph = torch.cuda.CUDAGraph()
+        mark, self._passes.mark = self._passes.mark, lambda part: None  # a captured event has no time
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                shares = self._run(micro_batches, inputs[-1])
+        finally:
+            self._passes.mark = mark
+        return _CapturedStep(graph, micro_batches, inputs, shares)
+
+    def _evaluate(self, divisor: Divisor) -> torch.Tensor:
+        """Return the value of `divisor` as a scalar tensor on the device of the model, which waits for the all-reduce
+        of the number of loss terms."""
+        value = divisor() if callable(divisor) else divisor
+        return torch.as_tensor(value, device=self._passes.engine.mesh.device)
