@@ -49,7 +49,8 @@ PACKAGES = [
     *("serving", "evaluation", "tuning", "inspection", "cli"),
 ]
 TORCH_FREE = PACKAGES[: PACKAGES.index("comm")]
-OPTIONAL = ("meshwright.kernels.triton_kernels",)  # needs triton
+OPTIONAL = tuple(f"meshwright.kernels.{name}" for name in ("triton_attention", "triton_kernels", "device_operations"))
+"""They need triton."""
 TORCH = ("torch", "transformers", "accelerate", "safetensors.torch")
 
 

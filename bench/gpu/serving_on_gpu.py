@@ -2,11 +2,13 @@
 
     python bench/gpu/serving_on_gpu.py [--small]
 
-Measured first, on random weights in bf16 of the shapes of Llama 3.2 1B and 3.1 8B: memory against the ledger of
-`serve`; tokens per second and time to first token at 1, 8 and 32 requests, greedy and drawn; share of the measured read
-bandwidth that decoding at batch 1 reaches (goal: 80%); what `batch_invariant` costs. Then checked: logits in float32
-and bfloat16 against the training model in float64 on the CPU, for each kind of model; steps captured in CUDA graphs
-against eager ones; with `batch_invariant` the bits of answers alone, among others, in chunks, and after a prefix hit.
+Measured first, on random weights in bf16 of the shapes of Llama 3.2 1B and 3.1 8B, DeepSeek-V2-Lite (latent attention)
+and 8 layers of Llama 4 Scout (attention in chunks): memory against the ledger of `serve`; tokens per second and time to
+first token at 1, 8 and 32 requests, greedy and drawn; share of the measured read bandwidth that decoding at batch 1
+reaches (goal: 80%); what `batch_invariant` costs. Then checked: logits in float32 and bfloat16 against the training
+model in float64 on the CPU, for each kind of model; for Llama, latent attention and Llama 4, steps captured in CUDA
+graphs against eager ones, and with `batch_invariant` the bits of answers alone, among others, in chunks, and after a
+prefix hit.
 `--small` shrinks the measured model, so that the script itself can be tried without a GPU, in Triton's interpreter
 (TRITON_INTERPRET=1). Writes `bench/results/gpu_serving.json`; exit code 1 when a check does not hold.
 """
@@ -33,11 +35,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cases import Cases, free_memory
 
 from meshwright.comm.mesh import Mesh
+from meshwright.kernels import device_operations
 from meshwright.layout import Layout
 from meshwright.model.transformer import Transformer
 from meshwright.planner.serving.device_ledger import CONTEXT_BYTES, device_ledger
 from meshwright.planner.serving.ledger import ServingSizes
-from meshwright.serving import device_operations
 from meshwright.serving.device_runner import DeviceRunner
 from meshwright.serving.engine import Engine, build_scheduler
 from meshwright.serving.offline import run_requests
@@ -52,7 +54,8 @@ from meshwright.spec.stages import whole_model
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
 FAMILIES = ("llama-tiny", "mistral-tiny", "qwen2-tiny", "qwen3-tiny", "gpt2-tiny", "mixtral-tiny", "qwen2-moe-tiny",
-            "qwen3-moe-tiny", "dots1-tiny")  # fmt: skip
+            "qwen3-moe-tiny", "dots1-tiny", "deepseek-v2-tiny", "gpt-oss-tiny", "olmo3-tiny", "deepseek-v3-tiny",
+            "granite-tiny", "gemma2-tiny", "gemma3-tiny", "llama4-tiny")  # fmt: skip
 ERRORS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest errors of a logit, of the largest logit."""
 REQUESTS = (1, 8, 32)
@@ -131,7 +134,9 @@ def logit_error(name: str, dtype: torch.dtype, invariant: bool) -> float:
     against float64 on the CPU with the same rounded weights, over the largest log-probability. Of a mixture of experts
     in half precision the error that 95% of the tokens keep: rounding changes the expert of a token whose scores are
     nearly equal."""
-    config = dataclasses.replace(preset(name), layers=2, vocabulary=257, max_positions=384)
+    config = dataclasses.replace(preset(name), layers=3, vocabulary=257, max_positions=384)
+    if config.sliding_window is not None:
+        config = dataclasses.replace(config, sliding_window=40)
     chunk = 200 if CUDA else 48
     limits = StepLimits(64, chunk, 4, 384, chunk)
     weights, model = RandomWeights(config), Transformer(config, dtype=torch.float64)
@@ -155,19 +160,37 @@ def logit_error(name: str, dtype: torch.dtype, invariant: bool) -> float:
     return float(errors.quantile(0.95) if config.experts and dtype != torch.float32 else errors.max())
 
 
-def medium(small: bool) -> tuple[ModelConfig, StepLimits]:
-    """A model whose prompts span several sections of attention and whose products have splits."""
-    config = dataclasses.replace(preset("llama-3.2-1b"), layers=4, vocabulary=32000, max_positions=2048)
+def scout(layers: int, **changes: Any) -> ModelConfig:
+    """Llama 4 Scout with fewer layers, the last of each four without rotary positions and chunks."""
+    kinds = tuple(layer % 4 != 3 for layer in range(layers))
+    plain = tuple(layer for layer in range(layers) if not kinds[layer])
+    changes = {"windowed_layers": kinds, "unrotated_layers": plain, **changes}
+    return dataclasses.replace(preset("llama-4-scout"), layers=layers, **changes)
+
+
+def medium(small: bool, kind: str = "llama") -> tuple[ModelConfig, StepLimits]:
+    """A model whose prompts span several sections of attention and whose products have splits. kind: "llama", "latent"
+    (attention) or "chunks" (of attention)."""
+    sizes: dict[str, Any] = {"vocabulary": 300 if small else 32000, "max_positions": 384 if small else 2048}
+    limits = StepLimits(80, 128, 4, 384) if small else StepLimits(1024, 512, 32, 2048)
+    if kind == "latent":
+        return dataclasses.replace(
+            preset("deepseek-v3-tiny" if small else "deepseek-v2-lite"), layers=3, **sizes
+        ), limits
+    if kind == "chunks":
+        sizes["sliding_window"] = 100
+        if small:
+            return dataclasses.replace(preset("llama4-tiny"), **sizes), limits
+        return scout(4, experts=4, **sizes), limits
+    config = dataclasses.replace(preset("llama-3.2-1b"), layers=4, **sizes)
     if small:
-        config = dataclasses.replace(config, layers=1, hidden=64, heads=4, kv_heads=2, intermediate=96, vocabulary=300,
-                                     head_dim=16, max_positions=384)  # fmt: skip
-        return config, StepLimits(80, 128, 4, 384)
-    return config, StepLimits(1024, 512, 32, 2048)
+        config = dataclasses.replace(config, layers=1, hidden=64, heads=4, kv_heads=2, intermediate=96, head_dim=16)
+    return config, limits
 
 
-def same_bits(small: bool, invariant: bool) -> dict[str, int]:
+def same_bits(small: bool, invariant: bool, kind: str) -> dict[str, int]:
     """Answers out of those to all prompts at once that differ, by what else is done."""
-    config, limits = medium(small)
+    config, limits = medium(small, kind)
     runner = build(config, torch.bfloat16 if CUDA else torch.float32, limits, invariant)
     count = 3 if small else 48
     prompts = draw_prompts(config, (290, 3, 40) if small else (700, 3, 900, 64, 257, 256, 1, 500, 33, 640, 120, 77))
@@ -183,9 +206,9 @@ def same_bits(small: bool, invariant: bool) -> dict[str, int]:
     return {**differing, "prefix hit": int(hit != together[0]), "of": len(prompts)}
 
 
-def graphs_equal_eager(small: bool, invariant: bool) -> bool:
+def graphs_equal_eager(small: bool, invariant: bool, kind: str) -> bool:
     """Answers by replayed graphs have the bits of eager ones."""
-    config, limits = medium(small)
+    config, limits = medium(small, kind)
     prompts = draw_prompts(config, (5, 9) if small else (5, 300, 17, 60, 8))
     answers = []
     for graphs in (CUDA, False):
@@ -225,7 +248,12 @@ def measure(config: ModelConfig, invariant: bool, small: bool) -> dict[str, Any]
     begun = time.perf_counter()
     runner = build(config, torch.bfloat16 if CUDA else torch.float32, limits, invariant)
     found: dict[str, Any] = {"seconds_to_build": round(time.perf_counter() - begun, 1)}
-    read = sum(each.nbytes for name, each in runner._model.named_parameters() if config.tied or "embedding" not in name)
+    chosen = config.experts_per_token / config.experts if config.experts else 1.0
+    read = sum(
+        int(each.nbytes * (chosen if ".experts." in name else 1))
+        for name, each in runner._model.named_parameters()
+        if config.tied or "embedding" not in name
+    )
     found["bytes_of_a_token"] = read + runner.memory()["kv"] // (limits.blocks + 1) * (3 * tokens // 2 // 16)
     for requests in REQUESTS[:1] if small else REQUESTS:
         prompts = draw_prompts(config, [tokens] * requests)
@@ -267,11 +295,17 @@ def main() -> int:
               "torch": torch.__version__, "prompt_and_answer_tokens": TOKENS}  # fmt: skip
     cases = Cases("gpu_serving" if CUDA and not small else None, header, only=options.only)
     if CUDA:
-        cases.run(
-            "memory", "1B", partial(memory, preset("llama-3.2-1b")), lambda found: found["used"] <= found["predicted"]
-        )
+        for shape, name in (("1B", "llama-3.2-1b"), ("DeepSeek-V2-Lite", "deepseek-v2-lite")):
+            measure_memory = partial(memory, preset(name))
+            cases.run("memory", shape, measure_memory, lambda found: found["used"] <= found["predicted"])
     cases.run("bandwidth", "bytes per second", read_bandwidth)
-    shapes = {"small": medium(True)[0]} if small else {"1B": preset("llama-3.2-1b"), "8B": preset("llama-3.1-8b")}
+    kinds = ("llama", "latent", "chunks")
+    shapes = {f"small {kind}": medium(True, kind)[0] for kind in kinds}
+    if not small:
+        shapes = {
+            "1B": preset("llama-3.2-1b"), "8B": preset("llama-3.1-8b"), "DeepSeek-V2-Lite": preset("deepseek-v2-lite"),
+            "Llama 4 Scout, 8 of 48 layers": scout(8),
+        }  # fmt: skip
     for shape, config in shapes.items():
         pair = []
         for invariant in (False, True):
@@ -286,11 +320,13 @@ def main() -> int:
             for dtype, limit in ERRORS.items() if CUDA else [(torch.float32, 1e-4)]:
                 error = partial(logit_error, family, dtype, invariant)
                 cases.run("errors", f"{family} {dtype} {name}", error, partial(operator.gt, limit))
-        if CUDA:  # else both runs are eager
-            cases.run("checks", f"graphs equal eager, {name}", partial(graphs_equal_eager, small, invariant), bool)
+        for kind in kinds if CUDA else ():  # else both runs are eager
+            check = partial(graphs_equal_eager, small, invariant, kind)
+            cases.run("checks", f"graphs equal eager, {kind}, {name}", check, bool)
     none = lambda found: not sum(count for what, count in found.items() if what != "of")  # noqa: E731
-    cases.run("differing answers", "batch-invariant", partial(same_bits, small, True), none)
-    cases.run("differing answers", "plain", partial(same_bits, small, False))
+    for kind in kinds:
+        cases.run("differing answers", f"{kind}, batch-invariant", partial(same_bits, small, True, kind), none)
+        cases.run("differing answers", f"{kind}, plain", partial(same_bits, small, False, kind))
     return cases.end()
 
 

@@ -16,7 +16,6 @@ from meshwright.kernels.build import KernelsUnavailable
 from meshwright.kernels.library import Kernels
 from meshwright.layout import Layout
 from meshwright.planner.hardware.machine_profile import profile_directory
-from meshwright.spec.presets import preset
 
 
 @pytest.fixture
@@ -152,24 +151,21 @@ def test_preparation_falls_back_to_plain_torch_with_one_line(measured: list, mon
     monkeypatch.setattr(choice, "_open_library", lambda name, log: SimpleNamespace(instruction_set=name))
     experts = Layout(tp=2, ep=2, tensor_sequence_parallel=False)
     lines = list[str]()
-    assert (
-        choice.prepare_kernels(preset("qwen3-moe-tiny"), "bfloat16", experts, lines.append) == ("avx2", "")
-        and not lines
-    )
+    assert choice.prepare_kernels("bfloat16", experts, lines.append) == ("avx2", "") and not lines
     reason = "there are no kernels for float16, only for float32 and bfloat16"
-    assert choice.prepare_kernels(preset("qwen3-moe-tiny"), "float16", Layout(), lines.append) == (
+    assert choice.prepare_kernels("float16", Layout(), lines.append) == (
         choice.PLAIN_TORCH,
         reason,
     )
     monkeypatch.setattr(choice, "_open_library", cannot_open("avx2"))
-    assert choice.prepare_kernels(preset("qwen3-moe-tiny"), "float32", Layout(), lines.append) == (
+    assert choice.prepare_kernels("float32", Layout(), lines.append) == (
         choice.PLAIN_TORCH,
         "no avx2 here",
     )
     warning = "warning: computing in plain torch, many times slower than with the compiled kernels: "
     assert lines == [warning + reason, warning + "no avx2 here"]
     with pytest.raises(UserError, match="ep2 needs the compiled kernels, and no avx2 here"):
-        choice.prepare_kernels(preset("qwen3-moe-tiny"), "float32", experts, lines.append)
+        choice.prepare_kernels("float32", experts, lines.append)
     assert len(lines) == 2
 
 

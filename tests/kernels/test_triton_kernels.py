@@ -16,7 +16,8 @@ if DEVICE == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
-from meshwright.serving import device_operations as device  # noqa: E402
+from meshwright.kernels import device_operations as device  # noqa: E402
+from meshwright.kernels.device_attention import Scores, Tiles  # noqa: E402
 from tests.serving import device_reference as reference  # noqa: E402
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bfloat16
@@ -57,9 +58,7 @@ def step_of(chunks: list[tuple[int, int, list[int]]], tokens: int, rows: int):
     return integers[0].T.contiguous(), tokens, rows, *integers[1:], tables.to(DEVICE)
 
 
-def attend_in_pieces(
-    module, pieces: list[int], window: int | None, batched: bool, tokens: int, section: int = 32, sinks=None
-):
+def attend_in_pieces(module, pieces: list[int], scores: Scores, batched: bool, tokens: int, section: int = 32):
     """Attention of the 45 tokens of one sequence read in pieces, alone or in a batch with another one."""
     module.SECTION = section
     cache = draw(BLOCKS * 16, KV_HEADS, SIZE, seed=1), draw(BLOCKS * 16, KV_HEADS, SIZE, seed=2)
@@ -72,30 +71,35 @@ def attend_in_pieces(
         if batched:
             chunks.append((3, 21, [2, 3]))
             qkv = torch.cat([qkv, draw(21, qkv.shape[1], seed=4)])
-        tiles = module.Tiles(*step_of(chunks, tokens, 16))
+        tiles = Tiles(*step_of(chunks, tokens, 16))
         tables = torch.arange(99 * SIZE // 2, device=DEVICE).view(99, -1) / 70
         module.rotate_and_store(qkv, cache, tiles, (tables.cos(), tables.sin()), None, 1e-5)
-        found.append(module.attend(qkv, cache, tiles, window, (SCALE, 0.0, sinks), scratch, arrivals)[:count])
+        found.append(module.attend(qkv, cache, tiles, scores, scratch, arrivals)[:count])
         begin += count
         assert not bool(arrivals.any())
     return torch.cat(found), *cache
 
 
+WINDOWS = [(None, False), (20, False), (20, True)]
+
+
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("window", [None, 20])
-def test_attention_is_that_of_the_reference_and_of_one_softmax(window: int | None, sinks: bool):
+@pytest.mark.parametrize(("window", "chunks"), WINDOWS)
+def test_attention_is_that_of_the_reference_and_of_one_softmax(window: int | None, chunks: bool, sinks: bool):
     one_more = torch.tensor([9.0, -3.0, 0.0, 1.0, 2.0, -50.0], device=DEVICE) if sinks else None
+    scores = Scores(SCALE, 0.0, one_more, window, chunks)
     for section in (32, 96):  # several sections, one
-        found = attend_in_pieces(device, [45], window, True, 4, section, one_more)
-        expected = attend_in_pieces(reference, [45], window, True, 4, 128 - section, one_more)
+        found = attend_in_pieces(device, [45], scores, True, 4, section)
+        expected = attend_in_pieces(reference, [45], scores, True, 4, 128 - section)
         assert all(same(*pair) for pair in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("window", [None, 20])
-def test_bits_of_a_token_depend_on_its_sequence_alone(window: int | None):
-    whole = attend_in_pieces(device, [45], window, False, 4)[0]
+@pytest.mark.parametrize(("window", "chunks"), WINDOWS)
+def test_bits_of_a_token_depend_on_its_sequence_alone(window: int | None, chunks: bool):
+    scores = Scores(SCALE, window=window, chunks=chunks)
+    whole = attend_in_pieces(device, [45], scores, False, 4)[0]
     for pieces, batched, tokens in (([1] * 45, False, 1), ([33, 1, 11], True, 4), ([45], True, 4)):
-        assert torch.equal(attend_in_pieces(device, pieces, window, batched, tokens)[0], whole)
+        assert torch.equal(attend_in_pieces(device, pieces, scores, batched, tokens)[0], whole)
 
 
 def test_queries_and_keys_are_normalised_and_rotated_in_half_precision():
@@ -107,9 +111,84 @@ def test_queries_and_keys_are_normalised_and_rotated_in_half_precision():
     for module in (device, reference):
         qkv = draw(3, (GROUP + 2) * KV_HEADS * SIZE, dtype=HALF, seed=7)
         cache = tuple(torch.zeros(48, KV_HEADS, SIZE, dtype=HALF, device=DEVICE) for _ in range(2))
-        module.rotate_and_store(qkv, cache, module.Tiles(*tiles), (angles.cos(), angles.sin()), norms, 1e-5)
+        module.rotate_and_store(qkv, cache, Tiles(*tiles), (angles.cos(), angles.sin()), norms, 1e-5)
         found.append((qkv[:, : GROUP * KV_HEADS * SIZE], *cache))
     assert all(same(*pair, tolerance=0.01) for pair in zip(*found, strict=True))
+
+
+def test_keys_of_layers_with_temperatures_are_not_multiplied():
+    factors, at = 1 + torch.arange(9 * SIZE // 2, device=DEVICE).view(9, -1) / 50, torch.arange(3, device=DEVICE).int()
+    found = []
+    for module in (device, reference):
+        qkv, cache = draw(3, (GROUP + 2) * KV_HEADS * SIZE, seed=7), torch.zeros(2, 48, KV_HEADS, SIZE, device=DEVICE)
+        keys = qkv.view(3, -1, SIZE)[:, GROUP * KV_HEADS :][:, :KV_HEADS].clone()
+        tiles = Tiles(at, 1, 16, at, at, at)
+        module.rotate_and_store(qkv, cache, tiles, (factors, torch.zeros_like(factors)), None, 1e-5, True)
+        assert torch.equal(cache[0, :3], keys)
+        found.append(qkv[:, : GROUP * KV_HEADS * SIZE])
+    assert same(*found)
+
+
+RANK, ROTARY, HEADS, PLAIN, VALUE = 24, 8, 6, 12, 10  # of latent attention
+
+
+def draw_latent() -> tuple[torch.Tensor, ...]:
+    """For 45 tokens latent vectors with rotary keys, and queries; up-projections of all heads; norm's weight."""
+    shapes = (45, RANK + ROTARY + 5), (45, HEADS, PLAIN + ROTARY), (HEADS, PLAIN + VALUE, RANK), (RANK,)
+    return tuple(draw(*shape, seed=3 + place) for place, shape in enumerate(shapes))
+
+
+def attend_latent(module, pieces: list[int], batched: bool, tokens: int) -> torch.Tensor:
+    """Latent attention [45, N, V] of one sequence read in pieces, alone or in a batch with another one."""
+    module.SECTION = 32
+    parts, queries, up, norm = draw_latent()
+    cache = torch.zeros(1, BLOCKS * 16, 1, RANK + ROTARY, device=DEVICE)
+    scratch, arrivals = torch.zeros(40_000, device=DEVICE), torch.zeros(200, dtype=torch.int32, device=DEVICE)
+    angles = torch.arange(99 * ROTARY // 2, device=DEVICE).view(99, -1) / 70
+    found, begin = [], 0
+    for count in pieces:
+        chunks, own = [(begin, count, [4, 9, 1])], slice(begin, begin + count)
+        x, q = parts[own], queries[own]
+        if batched:
+            chunks.append((3, 21, [2, 3]))
+            x, q = torch.cat([x, parts[:21].flip(0)]), torch.cat([q, queries[:21].flip(0)])
+        tiles = Tiles(*step_of(chunks, tokens, 16))
+        wide, out = (torch.empty(len(x), HEADS, size, device=DEVICE) for size in (RANK + ROTARY, VALUE))
+        module.multiply_heads(q[:, :, :PLAIN], up[:, :PLAIN].mT, wide[:, :, :RANK])
+        module.rotate_and_store_latent(x, q, wide, cache[0], tiles, (angles.cos(), angles.sin()), (norm, 1e-6))
+        scores = Scores(SCALE, key_only=ROTARY, groups=3)
+        latent = module.attend(wide.flatten(1), cache, tiles, scores, scratch, arrivals)
+        module.multiply_heads(latent.unflatten(1, (HEADS, -1)), up[:, PLAIN:], out)
+        found.append(out[:count])
+        begin += count
+        assert not bool(arrivals.any())
+    return torch.cat(found)
+
+
+def test_latent_attention_is_that_of_the_decompressed_keys_and_values():
+    parts, queries, up, norm = (each.double().cpu() for each in draw_latent())
+    latent = parts[:, :RANK] * torch.rsqrt(parts[:, :RANK].square().mean(1, keepdim=True) + 1e-6) * norm
+    turns = torch.polar(torch.ones(45, 1, ROTARY // 2).double(), torch.arange(45 * 4).view(45, 1, 4).double() / 70)
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        turned = torch.complex(*x.chunk(2, dim=-1)) * turns
+        return torch.cat([turned.real, turned.imag], dim=-1)
+
+    both = torch.einsum("sr,nor->sno", latent, up)
+    keys = torch.cat([both[..., :PLAIN], rotate(parts[:, None, RANK : RANK + ROTARY]).expand(-1, HEADS, -1)], dim=-1)
+    q = torch.cat([queries[..., :PLAIN], rotate(queries[..., PLAIN:])], dim=-1)
+    scores = torch.einsum("tnd,snd->nts", q, keys) * SCALE
+    weights = scores.masked_fill(torch.ones(45, 45).triu(1).bool(), -torch.inf).softmax(-1)
+    expected = torch.einsum("nts,snv->tnv", weights, both[..., PLAIN:])
+    for module in (device, reference):
+        error = (attend_latent(module, [45], True, 8).double().cpu() - expected).abs().max()
+        assert float(error) < 1e-5 * float(expected.abs().max())
+
+
+def test_bits_of_latent_attention_depend_on_the_sequence_alone():
+    whole = attend_latent(device, [45], False, 8)
+    for pieces, batched, tokens in (([1] * 45, False, 1), ([33, 1, 11], True, 8)):
+        assert torch.equal(attend_latent(device, pieces, batched, tokens), whole)
 
 
 def test_norm_adds_in_place():
@@ -169,17 +248,16 @@ def test_bits_of_attention_do_not_depend_on_how_sections_and_tiles_share_program
     cache = draw(BLOCKS * 16, KV_HEADS, SIZE, seed=1), draw(BLOCKS * 16, KV_HEADS, SIZE, seed=2)
     qkv = draw(6, (GROUP + 2) * KV_HEADS * SIZE, seed=3)
     table = [4, 9, 1, 0, 2, 3, 5, 6, 7, 8]
-    tiles = device.Tiles(*step_of([(144, 6, table)], 4, 16))
+    tiles = Tiles(*step_of([(144, 6, table)], 4, 16))
     arrivals, found = torch.zeros(200, dtype=torch.int32, device=DEVICE), []
     for programs, floats in ((1, 40_000), (8, 40_000), (512, 40_000), (8, 4 * GROUP * KV_HEADS * 5 * (SIZE + 2))):
         monkeypatch.setattr(device, "_PROGRAMS", programs)
         scratch = torch.zeros(floats, device=DEVICE)
-        found.append(device.attend(qkv, cache, tiles, None, (SCALE, 0.0, None), scratch, arrivals))
+        found.append(device.attend(qkv, cache, tiles, Scores(SCALE), scratch, arrivals))
         assert not bool(arrivals.any())
     assert all(torch.equal(each, found[0]) for each in found)
     monkeypatch.setattr(reference, "SECTION", 32)
-    of_one = None, (SCALE, 0.0, None), torch.zeros(1, device=DEVICE), arrivals
-    expected = reference.attend(qkv, cache, reference.Tiles(*tiles), *of_one)
+    expected = reference.attend(qkv, cache, tiles, Scores(SCALE), torch.zeros(1, device=DEVICE), arrivals)
     assert same(found[0], expected)
 
 

@@ -1,26 +1,13 @@
-"""The operations of `meshwright.serving.device_operations` in plain torch, with the kernels' sections and steps: the
+"""The operations of `meshwright.kernels.device_operations` in plain torch, with the kernels' sections and steps: the
 reference of the Triton kernels, and their substitute on a CPU and on tensors without memory."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 VERSION = "reference"
 SECTION, STEP, BLOCK_TOKENS = 32, 8, 16
-
-
-class Tiles(NamedTuple):
-    """As `device_operations.Tiles`."""
-
-    numbers: torch.Tensor
-    tokens: int
-    rows: int
-    positions: torch.Tensor
-    slots: torch.Tensor
-    tables: torch.Tensor
 
 
 def add_norm(x_TH, delta_TH, weight_H, epsilon):
@@ -34,8 +21,8 @@ def _normalise(x, weight, epsilon):
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * weight).to(x.dtype)
 
 
-def rotate_and_store(qkv, cache, tiles, rotation, norms, epsilon):
-    keys, values = cache
+def rotate_and_store(qkv, cache, tiles, rotation, norms, epsilon, queries_alone=False):
+    keys, values = cache[0], cache[1]
     kv_heads, size = keys.shape[1:]
     positions_T, slots_T = tiles.positions[: len(qkv)], tiles.slots[: len(qkv)]
     parts_TND = qkv.view(len(qkv), -1, size)
@@ -44,7 +31,7 @@ def rotate_and_store(qkv, cache, tiles, rotation, norms, epsilon):
         q, k = _normalise(q, norms[0], epsilon), _normalise(k, norms[1], epsilon)
     if rotation is not None:
         cosine, sine = (table[positions_T.long()][:, None] for table in rotation)
-        q, k = (_rotate(each, cosine, sine) for each in (q, k))
+        q, k = _rotate(q, cosine, sine), k if queries_alone else _rotate(k, cosine, sine)
     parts_TND[:, : q.shape[1]] = q
     keys[slots_T.long()] = k
     values[slots_T.long()] = v
@@ -55,12 +42,25 @@ def _rotate(x, cosine, sine):
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1).to(x.dtype)
 
 
-def attend(qkv, cache, tiles, window, scores_how, scratch, arrivals):
+def rotate_and_store_latent(parts, q_TND, wide_TNC, cache, tiles, tables, norm):
+    rank, rotary = len(norm[0]), 2 * tables[0].shape[1]
+    cosine_TE, sine_TE = (table[tiles.positions[: len(parts)].long()] for table in tables)
+    latent_TR, key_TE = parts[:, :rank], parts[:, rank : rank + rotary]
+    stored_TC = torch.cat([_normalise(latent_TR, *norm), _rotate(key_TE, cosine_TE, sine_TE)], dim=1)
+    cache[tiles.slots[: len(parts)].long()] = stored_TC[:, None]
+    wide_TNC[..., rank:] = _rotate(q_TND[..., q_TND.shape[2] - rotary :], cosine_TE[:, None], sine_TE[:, None])
+
+
+def multiply_heads(x_TNX, weight_NYX, out_TNY):
+    out_TNY[:] = torch.einsum("tnx,nyx->tny", x_TNX.float(), weight_NYX.float())
+
+
+def attend(qkv, cache, tiles, how, scratch, arrivals):
     """Every token over every position of its block table, section by section and in each step by step."""
     assert scratch.dtype == torch.float32 and arrivals.dtype == torch.int32
-    (keys, values), tokens = cache, len(qkv)
+    keys, values, tokens = cache[0], cache[-1], len(qkv)
     kv_heads, size = keys.shape[1:]
-    heads = qkv.shape[1] // size - 2 * kv_heads
+    heads = qkv.shape[1] // size - (0 if how.key_only else 2 * kv_heads)
     first_I, count_I, owner_I = tiles.numbers
     places_IP = first_I[:, None] + torch.arange(tiles.tokens, device=qkv.device)
     real_IP = torch.arange(tiles.tokens, device=qkv.device) < count_I[:, None]
@@ -78,11 +78,12 @@ def attend(qkv, cache, tiles, window, scores_how, scratch, arrivals):
             slots_TS = tables_TB[:, places_S // BLOCK_TOKENS].long() * BLOCK_TOKENS + places_S % BLOCK_TOKENS
             k_TSKD, v_TSKD = keys[slots_TS].float(), values[slots_TS]
             visible_TS = places_S <= position_T1
-            if window is not None:
-                visible_TS &= places_S > position_T1 - window
-            scores = torch.einsum("tkgd,tskd->tkgs", q_TKGD, k_TSKD) * scores_how[0]
-            if scores_how[1]:
-                scores = scores_how[1] * (scores / scores_how[1]).tanh()
+            if how.window is not None:
+                chunk_T1 = position_T1 // how.window * how.window
+                visible_TS &= places_S >= (chunk_T1 if how.chunks else position_T1 + 1 - how.window)
+            scores = torch.einsum("tkgd,tskd->tkgs", q_TKGD, k_TSKD) * how.scale
+            if how.softcap:
+                scores = how.softcap * (scores / how.softcap).tanh()
             scores = scores.masked_fill(visible_TS[:, None, None].logical_not(), -torch.inf)
             higher = torch.maximum(highest, scores.amax(-1))
             finite = higher.masked_fill(higher == -torch.inf, 0)
@@ -93,14 +94,14 @@ def attend(qkv, cache, tiles, window, scores_how, scratch, arrivals):
             highest = higher
         total.append((highest, weight))
         sections.append(value)
-    if scores_how[2] is not None:  # one more section, of a key whose value is zero
-        total.append((scores_how[2].float().view(kv_heads, -1).expand_as(weight), torch.ones_like(weight)))
+    if how.sinks is not None:  # one more section, of a key whose value is zero
+        total.append((how.sinks.float().view(kv_heads, -1).expand_as(weight), torch.ones_like(weight)))
         sections.append(torch.zeros_like(value))
     best = torch.stack([highest for highest, _ in total]).amax(0)
     scales = [(highest - best).exp() for highest, _ in total]
     weight = sum(scale * weight for scale, (_, weight) in zip(scales, total, strict=True))
     value = sum(scale[..., None] * each for scale, each in zip(scales, sections, strict=True))
-    return (value / weight[..., None]).to(qkv.dtype).reshape(tokens, heads * size)
+    return (value / weight[..., None])[..., : size - how.key_only].to(qkv.dtype).reshape(tokens, -1)
 
 
 def product(x_TX, weight_YX, bias_Y=None, dtype=None):

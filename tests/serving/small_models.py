@@ -17,6 +17,7 @@ from meshwright.model.transformer import Transformer
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
+from meshwright.spec.rope_scaling import RopeScaling
 
 NEEDS_COMPILER = pytest.mark.skipif(load_kernels() is None, reason="no compiler for the kernels")
 FAMILIES = (
@@ -34,7 +35,8 @@ def small_config(name: str, **changes: Any) -> ModelConfig:
     if config.family in ("mistral", "mixtral", "qwen2", "olmo3", "gemma2", "gemma3_text", "gpt_oss"):
         changes.setdefault("sliding_window", 7)
     if config.family == "llama4_text":
-        changes |= {"sliding_window": 7, "temperature_floor": 3}
+        scaling = RopeScaling("yarn", 4.0, original_max_positions=16)  # scales queries before they are normalised
+        changes |= {"sliding_window": 7, "temperature_floor": 3, "rope_scaling": scaling}
     if config.family == "qwen2":
         changes.setdefault("windowed_layers", (False, True, True))
     if config.embedding_factor != 1:  # tied, a scaled embedding repeats its token

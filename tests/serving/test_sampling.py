@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import UserError
-from meshwright.serving.logit_rows import HostRow
+from meshwright.serving.logit_rows import LogitRow
 from meshwright.serving.sampling import InvalidLogits, Sampling, TokenCounts, draw_uniform, sample, score_token
 
 LOGITS = (3 * np.random.default_rng(0).standard_normal(500)).astype(np.float32)
@@ -46,7 +46,7 @@ def count_draws(logits: np.ndarray, sampling: Sampling, prompt: list[int], answe
     found = np.zeros(len(logits))
     for choice in range(draws):
         counts = TokenCounts(prompt, answer)
-        found[sample(HostRow(logits), sampling, choice=choice, position=len(answer), counts=counts).token] += 1
+        found[sample(LogitRow(logits), sampling, choice=choice, position=len(answer), counts=counts).token] += 1
     return found
 
 
@@ -92,7 +92,9 @@ def test_each_draw_is_the_quantile_of_the_distribution(size: int):
         uniform = draw_uniform(5, 2, position)
         for options, tokens in ((sampling, np.arange(size)), (nucleus, order)):
             sums = np.cumsum(distribution(logits, options, [], [])[tokens])
-            rank = int(np.flatnonzero(tokens == sample(HostRow(logits), options, choice=2, position=position).token)[0])
+            rank = int(
+                np.flatnonzero(tokens == sample(LogitRow(logits), options, choice=2, position=position).token)[0]
+            )
             below = sums[rank - 1] if rank else 0.0
             assert below - 1e-6 <= uniform <= sums[rank] + 1e-6
 
@@ -108,21 +110,21 @@ def test_draws_are_uniform_functions_of_seed_and_position():
 
 def test_equal_logits_choose_lower_token_id():
     logits = np.array([1, 5, 5, 0, 5], np.float32)
-    assert sample(HostRow(logits), Sampling(logprobs=3)).token == 1
-    assert [token for token, _ in sample(HostRow(logits), Sampling(logprobs=4)).top] == [1, 2, 4, 0]
-    assert {sample(HostRow(logits), Sampling(temperature=1, top_k=2), position=p).token for p in range(99)} == {1, 2}
-    assert sample(HostRow(logits), Sampling(logit_bias={2: 0.5, 4: 0.5})).token == 2
+    assert sample(LogitRow(logits), Sampling(logprobs=3)).token == 1
+    assert [token for token, _ in sample(LogitRow(logits), Sampling(logprobs=4)).top] == [1, 2, 4, 0]
+    assert {sample(LogitRow(logits), Sampling(temperature=1, top_k=2), position=p).token for p in range(99)} == {1, 2}
+    assert sample(LogitRow(logits), Sampling(logit_bias={2: 0.5, 4: 0.5})).token == 2
 
 
 def test_tiny_temperature_is_greedy():
-    assert sample(HostRow(LOGITS), Sampling(temperature=1e-300)).token == int(LOGITS.argmax())
-    found = {sample(HostRow(LOGITS), Sampling(temperature=2e-5), position=p).token for p in range(50)}
+    assert sample(LogitRow(LOGITS), Sampling(temperature=1e-300)).token == int(LOGITS.argmax())
+    found = {sample(LogitRow(LOGITS), Sampling(temperature=2e-5), position=p).token for p in range(50)}
     assert found == {int(LOGITS.argmax())}
 
 
 def test_log_probabilities_use_unmodified_logits():
     sampling = Sampling(temperature=0.5, top_k=3, logit_bias={9: 50.0}, logprobs=5, seed=3)
-    result = sample(HostRow(LOGITS), sampling)
+    result = sample(LogitRow(LOGITS), sampling)
     wide = LOGITS.astype(np.longdouble)
     expected = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
     assert result.token == 9
@@ -131,9 +133,9 @@ def test_log_probabilities_use_unmodified_logits():
     assert [token for token, _ in result.top] == best.tolist()
     assert [value for _, value in result.top] == pytest.approx([float(expected[token]) for token in best], abs=5e-7)
     assert json.loads(json.dumps(result.logprob)) == result.logprob
-    assert score_token(HostRow(LOGITS), 9, 0).top == ()
-    assert len(score_token(HostRow(LOGITS), 9, 10_000).top) == 500
-    assert sample(HostRow(LOGITS), Sampling()).logprob is None
+    assert score_token(LogitRow(LOGITS), 9, 0).top == ()
+    assert len(score_token(LogitRow(LOGITS), 9, 10_000).top) == 500
+    assert sample(LogitRow(LOGITS), Sampling()).logprob is None
 
 
 def test_sampled_row_is_independent_of_batch_and_alignment():
@@ -142,7 +144,7 @@ def test_sampled_row_is_independent_of_batch_and_alignment():
         sampling = Sampling(**{"temperature": 1.0, **options, "logprobs": 2, "stop_tokens": frozenset([1])})
         elsewhere = np.concatenate([rows[0, :5], rows[3]])[5:]  # another alignment
         results = [
-            sample(HostRow(row), sampling, position=4, counts=TokenCounts([1, 2], [3]))
+            sample(LogitRow(row), sampling, position=4, counts=TokenCounts([1, 2], [3]))
             for row in (rows[3].copy(), rows[3], elsewhere)
         ]
         assert results[0] == results[1] == results[2]
@@ -155,17 +157,17 @@ def test_non_finite_logits_raise_error(value: float, options: dict):
     logits = LOGITS.copy()
     logits[77] = value
     with pytest.raises(InvalidLogits, match=f"the model computed {value} as a logit"):
-        sample(HostRow(logits), Sampling(**options))
+        sample(LogitRow(logits), Sampling(**options))
 
 
 def test_impossible_tokens_are_never_drawn():
     logits = np.full(300, -np.inf, np.float32)
     logits[[5, 250]] = 1.0
     for options in ({}, {"top_p": 0.99}, {"min_p": 0.1}, {"top_k": 9}):
-        found = {sample(HostRow(logits), Sampling(temperature=1.0, **options), position=p).token for p in range(60)}
+        found = {sample(LogitRow(logits), Sampling(temperature=1.0, **options), position=p).token for p in range(60)}
         assert found == {5, 250}
     everything = Sampling(temperature=1.0, min_tokens=1, stop_tokens=frozenset(range(300)))
-    assert sample(HostRow(logits), everything).token == 0
+    assert sample(LogitRow(logits), everything).token == 0
 
 
 @settings(max_examples=50, deadline=None)

@@ -73,7 +73,7 @@ def run_evaluation(
         nats, count = _evaluate_on_device(directory, tokens, device, progress)
     else:
         with LocalRanks(reading.world_size, threads=choose_threads(reading.world_size)) as ranks:
-            kernels, _ = prepare_kernels(config, "float32", reading, log)
+            kernels, _ = prepare_kernels("float32", reading, log)
             given = str(directory), str(reading), data, tokens.sequence, tuple(overrides), kernels
             shares = ranks.run(_evaluate_on_rank, *given, timeout=24 * 3600.0)
             nats, count = math.fsum(share[0] for share in shares), sum(share[1] for share in shares)

@@ -21,8 +21,7 @@ from meshwright.kernels.library import Kernels
 from meshwright.kernels.operations import Attention, LayerCache, Linear
 from meshwright.layout import Layout
 from meshwright.planner.hardware.machine_profile import may_measure, read_measurement, write_measurement
-from meshwright.planner.serving.ledger import KERNEL_DTYPES, find_kernel_gap
-from meshwright.spec.config import ModelConfig
+from meshwright.planner.serving.ledger import KERNEL_DTYPES
 
 PLAIN_TORCH = "torch"
 """Value in place of an instruction set: plain torch, without compiled kernels."""
@@ -101,19 +100,17 @@ def choose_instruction_set(log: Callable[[str], None] = lambda line: None) -> st
     return str(stored["instruction_set"])
 
 
-def prepare_kernels(config: ModelConfig, dtype: str, layout: Layout, log: Callable[[str], None]) -> tuple[str, str]:
+def prepare_kernels(dtype: str, layout: Layout, log: Callable[[str], None]) -> tuple[str, str]:
     """Compile the kernels that CPU ranks will load, unless they are in the cache; return (instruction set, ""). If no
-    kernels can be used on this machine or for this model or dtype, log a warning and return ("torch", reason): the
+    kernels can be used on this machine or for this dtype, log a warning and return ("torch", reason): the
     model is then computed in plain PyTorch.
 
-    config: configuration of the model. dtype: dtype of the weights, such as "bfloat16". layout: parallel layout of the
+    dtype: dtype of the weights, such as "bfloat16". layout: parallel layout of the
     ranks. log: called with each line of text for the user. Raises UserError if the instruction set that the user chose
     is not available, or if the layout needs kernels and none can be used.
     """
     reason = f"there are no kernels for {dtype}, only for {' and '.join(KERNEL_DTYPES)}"
-    if gap := find_kernel_gap(config, layout):
-        reason = gap
-    elif dtype in KERNEL_DTYPES:
+    if dtype in KERNEL_DTYPES:
         try:
             return open_kernels(log=log).instruction_set, ""
         except KernelsUnavailable as error:

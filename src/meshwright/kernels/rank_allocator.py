@@ -8,6 +8,7 @@ import numpy as np
 from meshwright.kernels.library import Kernels
 from meshwright.kernels.operations import ExpertsWorkspace, LayerCache
 from meshwright.kernels.structures import Array, Float32, PackedMatrix
+from meshwright.spec.block_tables import find_cached_shape
 from meshwright.spec.config import ModelConfig
 
 
@@ -63,9 +64,9 @@ class RankAllocator:
         """Allocate the KV cache of one layer; return (keys, values) in the shapes of `LayerCache`. config:
         configuration of the model. blocks: number of KV blocks. kv_heads: key-value heads of the layer on this rank; 1
         for latent attention."""
-        latent, dtype = config.latent, np.float32 if self._dtype == "float32" else np.uint16
-        sizes = (kv_heads, config.head_dim) if latent is None else (1, latent.cached_dim)
-        shapes = LayerCache.compute_shapes(blocks, *sizes, latent is not None)
+        tensors, heads, size = find_cached_shape(config, kv_heads)
+        dtype = np.float32 if self._dtype == "float32" else np.uint16
+        shapes = LayerCache.compute_shapes(blocks, heads, size, tensors == 1)
         keys, values = (self._kernels.allocate(shape, dtype) for shape in shapes)
         self.nbytes["kv"] += keys.nbytes + values.nbytes
         return keys, values

@@ -6,34 +6,33 @@ Attention scores do not depend on the order of features, so that a server may pe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.latent_attention import LatentAttention
 
 Array = npt.NDArray[Any]
 
 
-def order_rows(
-    config: ModelConfig, name: str, values: Array, features: Sequence[int] | None = None, kv_heads: int = 0
-) -> Array:
-    """Return the rows of a weight in the order that the kernels need. Most weights are returned unchanged.
+def find_row_order(config: ModelConfig, name: str, rows: int, kv_heads: int = 0) -> Array | None:
+    """Return the order in which the kernels need the rows of a weight: the j-th element is the index of the row at
+    position j. None, for most weights: the order does not change.
 
-    name: name of the model parameter. values: rows of the parameter on this rank. features: permutation of a head's D
-    features after which each rotated pair is (i, i + D/2), as the kernels expect; None: the pairs have this order
-    already. kv_heads: key-value heads on this rank; the rows of their values are not permuted."""
+    name: name of the model parameter. rows: number of its rows on this rank. kv_heads: key-value heads on this rank;
+    the rows of their values are not permuted. The features of a head are permuted so that each rotated pair is (i, i +
+    D/2)."""
     if config.latent is not None:
-        return _order_latent_rows(config, name, values)
+        return _find_latent_order(config, config.latent, name, rows)
+    features = find_half_rotation_order(config)
     if features is None or not any(part in name for part in (".qkv.", ".query_norm.", ".key_norm.")):
-        return values
-    ordered, size = values.copy(), config.head_dim
-    count = len(values) - (kv_heads * size if ".qkv." in name else 0)
-    heads = values[:count].reshape(-1, size, *values.shape[1:])
-    ordered[:count] = heads[:, features].reshape(ordered[:count].shape)
-    return ordered
+        return None
+    order, size = np.arange(rows), config.head_dim
+    count = rows - (kv_heads * size if ".qkv." in name else 0)
+    order[:count] = order[:count].reshape(-1, size)[:, features].reshape(-1)
+    return order
 
 
 def find_gate_order(rows: int) -> Array:
@@ -55,31 +54,26 @@ def spread_bias(values: Array, experts: int, hidden: int, first: int) -> Array:
     return spread
 
 
-def _order_latent_rows(config: ModelConfig, name: str, values: Array) -> Array:
-    """Return the rows of a weight of latent attention in the order that `operations.LatentAttention` needs. Rows of the
-    latent vector and of the rotary key come before the rows of the queries. A head has E rotated features; the two rows
-    of the i-th rotated pair are moved to i and i + E/2.
+def _find_latent_order(config: ModelConfig, latent: LatentAttention, name: str, rows: int) -> Array | None:
+    """Return the order of the rows of a weight of latent attention that the kernels need; None if it does not change.
+    Rows of the latent vector and of the rotary key come before the rows of the queries. A head has E rotated features;
+    the two rows of the i-th rotated pair are moved to i and i + E/2.
 
-    name: name of the parameter. values: its rows."""
-    latent = config.latent
-    assert latent is not None
+    latent: sizes. name: name of the parameter. rows: number of its rows."""
+    if ".query_up." not in name and ".qkv." not in name:
+        return None
     rotary = np.arange(latent.rotary_dim)
     if config.rotary_interleaved:  # pairs of neighbours
         rotary = rotary.reshape(-1, 2).T.reshape(-1)
     plain = config.head_dim - latent.rotary_dim
     of_head = np.concatenate([np.arange(plain), plain + rotary])
-
-    if ".query_up." not in name and ".qkv." not in name:
-        return values
-    order = np.arange(len(values))
-    heads = (np.arange(0, len(values), config.head_dim)[:, None] + of_head).reshape(-1)
+    order = np.arange(rows)
+    heads: Array = (np.arange(0, rows, config.head_dim)[:, None] + of_head).reshape(-1)
     if ".query_up." in name:
-        order = heads
-    else:
-        begin = len(values) - latent.cached_dim
-        queries = heads[:begin] if latent.query_rank is None else order[:begin]
-        order = np.concatenate([order[begin : begin + latent.rank], begin + latent.rank + rotary, queries])
-    return np.take(values, order, axis=0)
+        return heads
+    begin = rows - latent.cached_dim
+    queries = heads[:begin] if latent.query_rank is None else order[:begin]
+    return np.concatenate([order[begin : begin + latent.rank], begin + latent.rank + rotary, queries])
 
 
 def find_half_rotation_order(config: ModelConfig) -> list[int] | None:

@@ -107,7 +107,7 @@ class AttentionInputBuilder:
             window = self._config.layer_window(layer)
             if cache is None and window not in masks:
                 masks[window] = self._make_mask(window, tokens_BS, documents)
-            turn = self._config.layer_rotation(layer) or self._config.layer_temperature(layer)
+            turn = self._config.layer_positions(layer)
             if turn is not None and turn not in rotations:
                 table = self.tables.setdefault(turn, make_table(turn, self._dtype, self.served_length))
                 rotations[turn] = table.look_up(positions_BS, cached, stop, tokens_BS.device, documents)

@@ -162,7 +162,7 @@ class Router(nn.Module):
         best = grouped_TGE.topk(2 if config.router == "sigmoid" else 1, dim=-1).values.sum(dim=-1)
         kept_TG = torch.zeros_like(best, dtype=torch.bool)
         kept_TG = kept_TG.scatter(1, best.topk(config.groups_per_token, dim=-1).indices, True)
-        return grouped_TGE.masked_fill(~kept_TG[..., None], float("-inf")).flatten(1)
+        return grouped_TGE.masked_fill(kept_TG.logical_not()[..., None], float("-inf")).flatten(1)
 
     def balance_loss(self, scores_TE: Tensor, chosen_TK: Tensor, counted_B: Tensor, *parts: TokenAxis) -> Tensor:
         """Return the layer's load-balancing loss (scalar), weighted so that it can be added to the summed token losses.

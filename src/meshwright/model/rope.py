@@ -97,7 +97,7 @@ class RotaryTable:
         self._dtype = at_least_float32(dtype)
         self._rotation = rotation
         self._length = length
-        self._scale = rotation.scaling.attention_scale if rotation.scaling else 1.0
+        self._scale = rotation.attention_scale
         self._tables: dict[tuple[float, ...], tuple[Tensor, Tensor]] = {}
 
     def get_table(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,7 @@ RunRequests = Callable[[Sequence[Request], Callable[[str], bool]], Iterator[Outp
 argument returns True for the ID of a request whose answer is complete, which is then cancelled."""
 
 
-class TextStream:
+class TextStream(Iterator[str]):
     """Iterator over the generated text of one prompt, in pieces of whole characters (a token may end inside a
     character).
 
@@ -53,10 +53,6 @@ class TextStream:
         """Start with no output read; arguments: see the class."""
         self.generation = answer.generation
         self._pieces = filter(None, map(answer.add, outputs))
-
-    def __iter__(self) -> TextStream:
-        """Return the iterator itself."""
-        return self
 
     def __next__(self) -> str:
         """Return the next piece of text, at least one character; `StopIteration` at the end."""
@@ -166,9 +162,7 @@ class Model:
                 f"the prompt has {len(tokens)} tokens with its start token, and the model {self._positions} positions: "
                 "none is left for a new token; shorten the prompt"
             )
-        ends = self._prompts.chat_ends if chat else self._prompts.ends
-        if ignore_eos:
-            ends = frozenset()
+        ends = frozenset() if ignore_eos else (self._prompts.chat_ends if chat else self._prompts.ends)
         try:
             sampling = Sampling(
                 **chosen,
@@ -247,7 +241,7 @@ def load(
     from meshwright.kernels.choice import prepare_kernels
     from meshwright.serving.offline import build_offline_engine, run_on_ranks, run_requests
 
-    kernels = prepare_kernels(config, name, reading, log)[0] if device == "cpu" else None
+    kernels = prepare_kernels(name, reading, log)[0] if device == "cpu" else None
     if reading.world_size > 1:
         return Model(directory, config, partial(run_on_ranks, directory, reading, name, kernels), reading)
     engine = build_offline_engine(directory, Mesh.single(device=device), name, instruction_set=kernels)

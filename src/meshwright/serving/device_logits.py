@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from meshwright.serving.logit_rows import Draw, HostRow, Logits
+from meshwright.serving.logit_rows import Draw, LogitRow, Logits
 
 MAX_RANKED = 1024
 """Most likely tokens of a row that are copied, at most."""
@@ -71,10 +71,9 @@ class DeviceLogits:
             yield DeviceRow(self._logits, row, draw, figures[row], (values[row], tokens[row]))
 
 
-class DeviceRow:
-    """Logits of one output row (a token whose logits are wanted) on a GPU; implements the interface `LogitRow`. Any
-    value that is not in `figures` or `ranked` is read from a copy of the row in host memory, which is made at most
-    once.
+class DeviceRow(LogitRow):
+    """Logits of one output row (a token whose logits are wanted) on a GPU. Any value that is not in `figures` or
+    `ranked` is read from a copy of the row in host memory, which is made at most once.
 
     logits_RV: logits of all output rows, float32. row: index of this row. draw: sampling inputs, such as the
     temperature, with which the GPU computed the figures. figures: [7], summary of the row by
@@ -87,10 +86,9 @@ class DeviceRow:
         ranked: tuple[Logits, npt.NDArray[np.int64]],
     ) -> None:  # fmt: skip
         """Store references; no logits are copied yet. Arguments: see the class."""
-        self._logits, self._index, self._draw, self._figures = logits_RV, row, draw, figures
-        self.size = logits_RV.shape[1]
+        self._device_V, self._draw, self._figures, self.size = logits_RV[row], draw, figures, logits_RV.shape[1]
         self.best, self.highest = int(figures[0]), np.float32(figures[1])
-        self._host: HostRow | None = None
+        self._host_V: Logits | None = None
         self._values, self._tokens = ranked
         # Number of tokens whose rank is certain: tokens that tie with the last one may be missing.
         self._certain = len(self._values)
@@ -98,8 +96,10 @@ class DeviceRow:
             self._certain = int(np.count_nonzero(self._values > self._values[-1]))
 
     def on_host(self) -> Logits:
-        """Return a copy of the logits [V] in host memory; must not be modified."""
-        return self._host_row().on_host()
+        """Return a copy of the logits [V] in host memory; must not be modified. The copy is made at the first call."""
+        if self._host_V is None:
+            self._host_V = self._device_V.cpu().numpy()
+        return self._host_V
 
     def logit(self, token: int) -> float:
         """Return the logit of a token ID."""
@@ -108,13 +108,13 @@ class DeviceRow:
             if token == known:
                 return logit
         place = np.flatnonzero(self._tokens == token)
-        return float(self._values[place[0]]) if len(place) else self._host_row().logit(token)
+        return float(self._values[place[0]]) if len(place) else super().logit(token)
 
     def softmax_denominator(self, temperature: float) -> float:
         """Return the sum over the vocabulary of exp((logit - highest) / temperature), the softmax denominator; highest:
         the row's largest logit. temperature: more than 0."""
         known = {self._draw.temperature: self._figures[3], 1: self._figures[2]}
-        return known[temperature] if temperature in known else self._host_row().softmax_denominator(temperature)
+        return known[temperature] if temperature in known else super().softmax_denominator(temperature)
 
     def draw(self, temperature: float, uniform: float) -> int:
         """Return the ID of the token at quantile `uniform`, in [0, 1), of the softmax of logits / temperature, tokens
@@ -127,26 +127,20 @@ class DeviceRow:
         """Return the number of logits that are at least `least`."""
         if self._certain == self.size or (len(self._values) and self._values[-1] < least):
             return int(np.count_nonzero(self._values >= least))
-        return self._host_row().count_at_least(least)
+        return super().count_at_least(least)
 
     def highest_logits(self, count: int) -> Logits:
         """Return the `count` highest logits in descending order."""
-        return self._values[:count] if count <= len(self._values) else self._host_row().highest_logits(count)
+        return self._values[:count] if count <= len(self._values) else super().highest_logits(count)
 
     def most_likely(self, count: int) -> list[int]:
         """Return the IDs of the `count` most likely tokens, most likely first, the lower ID first among equals."""
         if count > self._certain:
-            return self._host_row().most_likely(count)
+            return super().most_likely(count)
         found: list[int] = self._tokens[:count].tolist()
         return found
 
     def token_at(self, rank: int, values: Logits) -> int:
         """Return the ID of the token at index `rank` (0: the most likely) when tokens are sorted by descending logit,
         equal logits by ascending ID. values: result of `highest_logits` for more than `rank` logits."""
-        return int(self._tokens[rank]) if rank < self._certain else self._host_row().token_at(rank, values)
-
-    def _host_row(self) -> HostRow:
-        """Return the row's logits copied to host memory; the copy is made at the first call."""
-        if self._host is None:
-            self._host = HostRow(self._logits[self._index].cpu().numpy())
-        return self._host
+        return int(self._tokens[rank]) if rank < self._certain else super().token_at(rank, values)

@@ -14,27 +14,28 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
 from meshwright.comm.mesh import Mesh
+from meshwright.kernels.device_attention import Pair, Scores, Tiles
 from meshwright.kernels.operations import BLOCK_TOKENS
 from meshwright.model import layers as modules
-from meshwright.model.attention import Attention
 from meshwright.model.axis_operations import AxisOperations
-from meshwright.model.experts import Mixture, sort_copies
+from meshwright.model.experts import Mixture
+from meshwright.model.latent_attention import LatentAttention
 from meshwright.model.loss import cap_logits_
-from meshwright.model.rope import RotaryTable, pad_pairs
 from meshwright.model.transformer import Transformer
-from meshwright.planner.serving.device_ledger import DECODE_ROWS, PREFILL_ROWS, SCRATCH_BYTES, tile_scratch
+from meshwright.planner.serving.device_ledger import SCRATCH_BYTES
+from meshwright.serving.device_layers import DeviceLayers, prepare_parameters
 from meshwright.serving.device_logits import DeviceLogits
-from meshwright.serving.device_parameters import prepare_parameters
 from meshwright.serving.logit_rows import Draw, StepOutput
+from meshwright.serving.position_tables import make_position_tables
 from meshwright.serving.scheduler import StepBatch
 from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.torch_runner import OrderedTensorParallel
 from meshwright.serving.weights import RankWeights
-from meshwright.spec.block_tables import block_tables
-from meshwright.spec.rope_scaling import Rotation
+from meshwright.spec.attention_tiles import AttentionSizes
+from meshwright.spec.block_tables import block_tables, find_cached_shape
+from meshwright.spec.rope_scaling import Temperature
 
 
 class DeviceRunner:
@@ -64,41 +65,34 @@ class DeviceRunner:
         self._model.requires_grad_(False).eval()
         weights.load_into(self._model, dtype)
         self._dtype = dtype
-        prepare_parameters(self._model, self.config)
-        head_dim = self.config.head_dim
-        self._rotations: dict[Rotation | None, Any] = {None: None} | {
-            turn: pad_pairs(RotaryTable(turn, torch.float32).get_table(limits.max_length, self._device), head_dim)
-            for turn in self.config.rotations(self._stage.layers)
-        }
+        self._layers = DeviceLayers(self.config, operations, self._tensor, batch_invariant)
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
-        # The last block is for padding tokens.
-        shape = (limits.blocks + 1) * BLOCK_TOKENS, kv_heads, self.config.head_dim
+        prepare_parameters(self._model, self.config, kv_heads)
+        tables = make_position_tables(self.config, self._stage.layers, limits.max_length, self._device)
+        self._rotations: dict[Any, Any] = {None: None, **tables}
         self._block_tables = block_tables(self.config, mesh.pp.size)
-        self._cache = [
-            (self._zeros(*shape, dtype=dtype), self._zeros(*shape, dtype=dtype))
-            for _ in range(self._block_tables.depths[self._stage.index])
-        ]
-        group = self.config.heads // mesh.tp.size // kv_heads
-        self._padded_group = 1 << (group - 1).bit_length()  # query heads per key-value head
+        tensors, *vectors = find_cached_shape(self.config, kv_heads)
+        shape = tensors, (limits.blocks + 1) * BLOCK_TOKENS, *vectors  # the last block is for padding tokens
+        depth = self._block_tables.depths[self._stage.index]
+        self._cache = [self._zeros(*shape, dtype=dtype) for _ in range(depth)]
+        self._attention = AttentionSizes.find(self.config, mesh.tp.size)
         self._sizes = [1 << power for power in range((limits.max_sequences - 1).bit_length() + 1)]
         width = max(limits.token_budget, limits.logits, self._sizes[-1])
         many = len(self._block_tables.windows)
-        tables = self._sizes[-1], many, -(-limits.max_length // BLOCK_TOKENS)
+        listed = self._sizes[-1], many, -(-limits.max_length // BLOCK_TOKENS)
         # Rows of `numbers`: tokens, positions, output rows, the three of tiles, slots of each block table.
-        self._numbers, self._tables = (self._zeros(*size, dtype=torch.int32) for size in ((6 + many, width), tables))
+        self._numbers, self._tables = (self._zeros(*size, dtype=torch.int32) for size in ((6 + many, width), listed))
         pinned = torch.cuda.is_available()
         # Of two steps in turn: the next one is written while the copies of the last one may be queued.
-        sizes = self._numbers.shape, self._tables.shape
-        self._staged = [
-            [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for size in sizes]
-            + [torch.zeros(3 * limits.logits, dtype=torch.float64, pin_memory=pinned)]
-            for _ in range(2)
-        ]
         self._draws = self._zeros(3 * limits.logits, dtype=torch.float64)
-        tile = tile_scratch(self.config, mesh.tp.size, limits.max_length)
+        copied = self._numbers, self._tables, self._draws
+        self._staged = [
+            [torch.zeros(each.shape, dtype=each.dtype, pin_memory=pinned) for each in copied] for _ in range(2)
+        ]
+        tile = self._attention.count_scratch(limits.max_length)
         self._scratch = (
             self._zeros(max(SCRATCH_BYTES // 4, tile), dtype=torch.float32),
-            self._zeros(width * kv_heads, dtype=torch.int32),
+            self._zeros(width * self._attention.groups, dtype=torch.int32),
         )
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         if graphs:
@@ -110,7 +104,7 @@ class DeviceRunner:
         graphs and sampling take from the caching allocators is not counted."""
         tables = [self._numbers, self._tables, *self._scratch, self._draws]
         tables += [table for pair in self._rotations.values() if pair for table in pair]
-        padding = sum(each.nbytes for pair in self._cache for each in pair) // (self._limits.blocks + 1)
+        padding = sum(each.nbytes for each in self._cache) // (self._limits.blocks + 1)
         return {
             "weights": sum(each.nbytes for each in self._model.parameters()),
             "kv": self._limits.blocks * padding,
@@ -163,12 +157,10 @@ class DeviceRunner:
         decoding: True if every sequence has one token. x_TH: hidden states of the previous stage; None on the first."""
         tokens, tiles, rows = counts
         number = self._numbers
-        lines = self._compute_tile_rows(decoding)
-        many = 1 if decoding else lines // self._padded_group
+        lines = self._attention.count_rows(decoding or self._invariant)
+        many = 1 if decoding else lines // self._attention.padded
         given = [
-            self._operations.Tiles(
-                number[3:6, :tiles], many, lines, number[1], number[6 + table], self._tables[:, table]
-            )
+            Tiles(number[3:6, :tiles], many, lines, number[1], number[6 + table], self._tables[:, table])
             for table in range(len(self._block_tables.windows))
         ]
         model, delta_TH = self._model, None
@@ -179,18 +171,20 @@ class DeviceRunner:
                 x_TH = x_TH + model.positions(number[1, :tokens].clamp(max=self.config.max_positions - 1))
         for layer in self._stage.layers:
             block = model.layers[layer]
-            qkv, x_TH = self._norm_product(block.attention_norm, x_TH, delta_TH, block.attention.qkv)
-            delta_TH = self._post_norm(block.attention_post_norm, self._attend(block.attention, qkv, layer, given))
+            parts, x_TH = self._layers.norm_product(block.attention_norm, x_TH, delta_TH, block.attention.qkv)
+            delta_TH = self._layers.apply_post_norm(
+                block.attention_post_norm, self._attend(block.attention, parts, layer, given)
+            )
             if isinstance(block.mlp, Mixture):
-                delta_TH = self._mix_experts(block.mlp, self._add_norm(block.mlp_norm, x_TH, delta_TH))
+                delta_TH = self._layers.mix_experts(block.mlp, self._layers.add_norm(block.mlp_norm, x_TH, delta_TH))
             else:
                 mlp: modules.FeedForward = block.mlp
                 swiglu = mlp.gated and mlp.activation == "silu"
-                up_TF, x_TH = self._norm_product(block.mlp_norm, x_TH, delta_TH, mlp.up, swiglu=swiglu)
+                up_TF, x_TH = self._layers.norm_product(block.mlp_norm, x_TH, delta_TH, mlp.up, swiglu=swiglu)
                 if not swiglu:
-                    up_TF = self._activate(up_TF, mlp.activation, mlp.gated)
-                delta_TH = self._linear(mlp.down, up_TF)
-            delta_TH = self._post_norm(block.mlp_post_norm, delta_TH)
+                    up_TF = self._layers.activate(up_TF, mlp.activation, mlp.gated)
+                delta_TH = self._layers.linear(mlp.down, up_TF)
+            delta_TH = self._layers.apply_post_norm(block.mlp_post_norm, delta_TH)
         assert x_TH is not None and delta_TH is not None
         if not self._stage.last:
             return x_TH + delta_TH
@@ -199,15 +193,10 @@ class DeviceRunner:
         if not decoding:
             x_TH, delta_TH = (each.index_select(0, number[2, :rows]) for each in (x_TH, delta_TH))
         head = model.embedding if model.head is None else model.head
-        local_RV, _ = self._norm_product(model.final_norm, x_TH, delta_TH, head, dtype=torch.float32)
+        local_RV, _ = self._layers.norm_product(model.final_norm, x_TH, delta_TH, head, dtype=torch.float32)
         if self.config.logit_softcap is not None:
             cap_logits_(local_RV, self.config.logit_softcap)
         return self._tensor.gather(local_RV, "head.output", dim=1)[:, : self.config.vocabulary]
-
-    def _compute_tile_rows(self, decoding: bool) -> int:
-        """Return the number of query rows (tokens x query heads per key-value head) of an attention tile. decoding:
-        True if every sequence of the step has one token."""
-        return max(DECODE_ROWS if decoding or self._invariant else PREFILL_ROWS, self._padded_group)
 
     def _stage_batch(self, batch: StepBatch, size: int, decoding: bool) -> int:
         """Write a batch into the pinned host buffers, and return the number of its attention tiles (groups of tokens of
@@ -223,7 +212,7 @@ class DeviceRunner:
             numbers[3, :size] = numbers[5, :size] = np.arange(size)
             numbers[4, :size], tables[sequences:size, :, 0] = 1, self._limits.blocks
             return size
-        most = self._compute_tile_rows(decoding) // self._padded_group
+        most = self._attention.count_rows(decoding or self._invariant) // self._attention.padded
         begins = [np.arange(first, stop, most) for first, stop in zip(batch.starts, batch.starts[1:], strict=False)]
         owners = np.repeat(np.arange(sequences), [len(each) for each in begins])
         first_I = np.concatenate(begins)
@@ -231,137 +220,54 @@ class DeviceRunner:
         numbers[4, : len(first_I)] = np.minimum(batch.starts[1:][owners] - first_I, most)
         return len(first_I)
 
-    def _attend(self, attention: Attention, qkv: torch.Tensor, layer: int, given: Sequence[Any]) -> torch.Tensor:
+    def _attend(self, attention: Any, parts: torch.Tensor, layer: int, given: Sequence[Tiles]) -> torch.Tensor:
         """Write the tokens' keys and values to the KV cache of a layer; return the output of its attention and output
-        projection, [T, H]. attention: the layer's module. qkv: [T, (N + 2K) D], N query heads and K key-value heads of
-        size D. layer: index of the layer. given: for each block table, the step's attention tiles
-        (`device_operations.Tiles`)."""
-        table, place = self._block_tables.layers[layer]
-        cache, tiles = self._cache[place], given[table]
-        norms, config = None, self.config
-        if attention.query_norm is not None and attention.key_norm is not None:
+        projection, [T, H]. attention: the layer's module. parts: result of its projection `qkv` for T tokens. layer:
+        index of the layer. given: for each block table, the step's attention tiles."""
+        (table, place), config, operations = self._block_tables.layers[layer], self.config, self._operations
+        turn, window, softcap = config.layer_positions(layer), config.layer_window(layer), config.attention_softcap
+        cache, tiles, rotation = self._cache[place], given[table], self._rotations[turn]
+        if isinstance(attention, LatentAttention):
+            return self._attend_latent(attention, parts, cache, tiles, rotation)
+        norms, epsilon = None, config.norm_epsilon
+        if config.projection_norm:
+            both = attention.query_norm, attention.key_norm
+            ends = np.cumsum([len(norm.weight) for norm in both]).tolist()
+            for part, norm in zip(parts.tensor_split(ends, 1), both, strict=False):
+                part[:] = self._layers.add_norm(norm, part, None)
+        elif attention.query_norm is not None:
             norms = attention.query_norm.weight, attention.key_norm.weight
-        if config.projection_norm and norms is not None:
-            ends = [0, len(norms[0]), len(norms[0]) + len(norms[1])]
-            for begin, end, weight in zip(ends, ends[1:], norms, strict=False):
-                part_TX = qkv[:, begin:end].contiguous()
-                qkv[:, begin:end] = self._operations.add_norm(part_TX, None, weight, config.norm_epsilon)
-            norms = None
-        rotation = self._rotations[self.config.layer_rotation(layer)]
-        self._operations.rotate_and_store(qkv, cache, tiles, rotation, norms, config.norm_epsilon)
-        how = config.layer_window(layer), (config.score_scale, config.attention_softcap or 0.0, attention.sinks)
-        return self._linear(attention.output, self._operations.attend(qkv, cache, tiles, *how, *self._scratch))
+        if rotated := config.layer_rotated_norm(layer):
+            norms, epsilon = (parts.new_full((config.head_dim,), rotated[0]),) * 2, rotated[1]
+        alone = isinstance(turn, Temperature)
+        operations.rotate_and_store(parts, cache, tiles, rotation, norms, epsilon, alone)
+        scores = Scores(config.score_scale, softcap or 0.0, attention.sinks, window, config.window_chunks)
+        return self._layers.linear(attention.output, operations.attend(parts, cache, tiles, scores, *self._scratch))
 
-    def _mix_experts(self, mixture: Mixture, x_TH: torch.Tensor) -> torch.Tensor:
-        """Return the output [T, H] of the mixture-of-experts layer `mixture`, summed over the tensor-parallel ranks.
-        x_TH: input, the normalized hidden states of T tokens."""
-        config, experts, (tokens, hidden) = self.config, mixture.experts, x_TH.shape
-        weights_TK, chosen_TK = mixture.router.choose(mixture.router.scores(x_TH, self._product))
-        count, (order_N, *groups) = chosen_TK.shape[1], sort_copies(chosen_TK, experts.experts)
-        plain = config.activation == "silu" and config.swiglu_limit is None
-        activate = self._operations.swiglu if plain else experts.activate
-        up_NX = self._grouped_product(experts.up, x_TH.index_select(0, order_N // count), groups)
-        y_NH = self._grouped_product(experts.down, activate(up_NX), groups, experts.first)
-        y_TKH = torch.empty_like(y_NH).index_copy_(0, order_N, y_NH).view(tokens, count, hidden).float()
-        total_TH = y_TKH[:, 0] * weights_TK[:, :1]  # one by one: the order of torch's sum may depend on T
-        for place in range(1, count):
-            total_TH = total_TH + y_TKH[:, place] * weights_TK[:, place : place + 1]
-        total_TH = total_TH.to(x_TH.dtype)
-        if (shared := mixture.shared) is not None:
-            up_TF = self._linear(shared.up, x_TH)
-            shared_TH = self._linear(shared.down, self._activate(up_TF, shared.activation, shared.gated))
-            if mixture.shared_gate is not None:
-                shared_TH = self._linear(mixture.shared_gate, x_TH).sigmoid() * shared_TH
-            total_TH = total_TH + shared_TH
-        return self._tensor.leave(total_TH, "mlp.output")
-
-    def _grouped_product(self, layer: Any, x_NX: torch.Tensor, groups: Sequence[Any], first: int = 0) -> torch.Tensor:
-        """Return x Wᵀ + b, [N, Y], with the weight and bias of each row's expert. x_NX: input x, one row for each
-        (token, expert) pair, sorted by expert. layer: module with the stacked weights and biases of all experts.
-        groups: (expert of each row, exclusive end of each expert's rows). first: first output column to which a bias is
-        added."""
-        experts = len(groups[1])
-        y_NY = self._operations.grouped_product(x_NX, layer.weight.unflatten(0, (experts, -1)), groups[1])
-        if layer.bias is not None:
-            bias_NZ = layer.bias.view(experts, -1)[groups[0]]
-            y_NY[:, first : first + bias_NZ.shape[1]] += bias_NZ
-        return y_NY  # type: ignore[no-any-return]
-
-    def _activate(self, up_TF: torch.Tensor, activation: str, gated: bool) -> torch.Tensor:
-        """Apply the activation function `activation` ("silu" ...) to `up_TF` [T, F] of T tokens. If `gated`, the first
-        F/2 columns are the gate: return activation(gate) times the last F/2 columns, [T, F/2]."""
-        if not gated:
-            return modules.activate(up_TF, activation)
-        if activation == "silu":
-            return self._operations.swiglu(up_TF)
-        gate_TF, up_TF = up_TF.chunk(2, dim=-1)
-        return modules.activate(gate_TF, activation) * up_TF
-
-    def _norm_product(
-        self, norm: Any, x_TH: torch.Tensor, delta_TH: torch.Tensor | None, linear: Any, *, swiglu: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Add the residual branch `delta_TH` (None: nothing) to the hidden states `x_TH`, apply `norm` (a module, or
-        None) to the sum, and apply the layer `linear` to the result. Return (output of the layer [T, Y], the sum [T,
-        H]). The sum may overwrite `x_TH`, which the caller must not use afterwards. swiglu: True: the layer is an MLP's
-        gate and up projection; SwiGLU of its output is returned. dtype: dtype of the output; None: the dtype of `x_TH`.
-        """
-        bias = getattr(linear, "bias", None)
-        if norm is None:
-            x_TH = x_TH if delta_TH is None else x_TH.add_(delta_TH)
-            y_TY = self._product(x_TH, linear.weight, bias, dtype)
-            return self._operations.swiglu(y_TY) if swiglu else y_TY, x_TH
-        if self._uses_gemv(x_TH) and isinstance(norm, modules.RMSNorm) and not (swiglu and bias is not None):
-            scale = norm.weight, norm.epsilon
-            return self._operations.gemv(  # type: ignore[no-any-return]
-                x_TH, linear.weight, bias, dtype, norm=scale, delta_1X=delta_TH, gated=swiglu
-            )
-        y_TY = self._product(self._add_norm(norm, x_TH, delta_TH), linear.weight, bias, dtype)
-        return self._operations.swiglu(y_TY) if swiglu else y_TY, x_TH
-
-    def _post_norm(self, norm: Any, delta_TH: torch.Tensor) -> torch.Tensor:
-        """Return a sublayer's output [T, H], ready to be added to the hidden states: `delta_TH` after the post-norm
-        `norm` (a module, or None), times the model's residual scale."""
-        if norm is not None:
-            delta_TH = self._add_norm(norm, delta_TH, None)
-        scale = self.config.residual_scale
-        return delta_TH if scale == 1 else delta_TH * scale
-
-    def _uses_gemv(self, x: torch.Tensor) -> bool:
-        """Return True if the kernel `gemv` computes products of `x` [T, X] with parameters: for a single row (T = 1),
-        unless the runner must be batch-invariant."""
-        return len(x) == 1 and not self._invariant
-
-    def _add_norm(self, norm: Any, x_TH: torch.Tensor, delta_TH: torch.Tensor | None) -> torch.Tensor:
-        """Add the residual branch `delta_TH` (None: nothing) to the hidden states `x_TH` in place; return the norm of
-        the sum, [T, H]. norm: the norm's module; None: return the sum itself."""
-        if norm is None:
-            return x_TH if delta_TH is None else x_TH.add_(delta_TH)
-        if isinstance(norm, modules.RMSNorm):
-            return self._operations.add_norm(x_TH, delta_TH, norm.weight, norm.epsilon)
-        return norm(x_TH if delta_TH is None else x_TH.add_(delta_TH))
-
-    def _linear(self, linear: modules.Linear, x_TX: torch.Tensor) -> torch.Tensor:
-        """Return the output [T, Y] of the layer `linear` for the input `x_TX` of T tokens. The output of a row-parallel
-        layer is summed over the tensor-parallel ranks before the bias is added."""
-        if not isinstance(linear, modules.RowParallelLinear) or linear.tensor.trivial:
-            return self._product(x_TX, linear.weight, linear.bias)
-        y_TY = linear.tensor.leave(self._product(x_TX, linear.weight), linear.site)
-        return y_TY if linear.bias is None else y_TY + linear.bias
-
-    def _product(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None
+    def _attend_latent(
+        self, attention: LatentAttention, parts: torch.Tensor, cache: torch.Tensor, tiles: Tiles, rotation: Pair
     ) -> torch.Tensor:
-        """Return x Wᵀ + b, [T, Y] for T rows. If the runner must be batch-invariant, the kernel `product` computes it;
-        else torch, or the kernel `gemv` if T is 1 and W a parameter. x: input [T, X]. weight: W [Y, X]. bias: b [Y];
-        None: no bias. dtype: dtype of the result; None: the dtype of `x`."""
-        if self._invariant:
-            return self._operations.product(x, weight, bias, dtype)
-        if self._uses_gemv(x) and isinstance(weight, torch.nn.Parameter):  # which no kernel has just written
-            return self._operations.gemv(x, weight, bias, dtype)[0]
-        if dtype in (None, x.dtype):
-            return F.linear(x, weight, bias)
-        return torch.mm(x, weight.T, out_dtype=dtype) if x.is_cuda else F.linear(x, weight, bias).to(dtype)
+        """Write the tokens' latent vectors and rotary keys to `cache`; return the output of latent attention and its
+        output projection, [T, H]. The up-projections of keys and values are absorbed into queries and outputs. parts:
+        for each of T tokens the latent vector (R elements), the rotary key, and the queries of N heads or their latent
+        vector."""
+        latent, heads, tokens = attention.latent, attention.heads, len(parts)
+        q = parts[:, latent.cached_dim :]
+        if attention.query_up is not None:
+            normed = self._layers.add_norm(attention.query_norm, q, None)
+            q = self._layers.linear(attention.query_up, normed)
+        q_TND = q.unflatten(1, (heads, attention.size))
+        up_NOR = attention.latent_up.weight.unflatten(0, (heads, -1))
+        wide_TNC = q.new_empty(tokens, heads, latent.cached_dim)
+        norm, plain = (attention.latent_norm.weight, attention.latent_norm.epsilon), attention.plain
+        operations = self._operations
+        operations.multiply_heads(q_TND[:, :, :plain], up_NOR[:, :plain].mT, wide_TNC[:, :, : latent.rank])
+        operations.rotate_and_store_latent(parts, q_TND, wide_TNC, cache[0], tiles, rotation, norm)
+        scores = Scores(self.config.score_scale, key_only=latent.rotary_dim, groups=self._attention.groups)
+        found = operations.attend(wide_TNC.flatten(1), cache, tiles, scores, *self._scratch)
+        out_TNV = q.new_empty(tokens, heads, latent.value_dim)
+        operations.multiply_heads(found.unflatten(1, (heads, -1)), up_NOR[:, plain:], out_TNV)
+        return self._layers.linear(attention.output, out_TNV.flatten(1))
 
     def _zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a new tensor of zeros of this shape and `dtype` on this rank's device."""
@@ -376,10 +282,9 @@ class DeviceRunner:
         self._tables.fill_(self._limits.blocks)
         pool, whole = None, self._stage.first and self._stage.last and self._tensor.trivial
         with torch.inference_mode():
-            many, dtype = numbers.shape[1], self._dtype
-            x_TH = None if self._stage.first else self._zeros(many, self.config.hidden, dtype=dtype)
+            x_TH = None if self._stage.first else self._zeros(numbers.shape[1], self.config.hidden, dtype=self._dtype)
             tokens = self._limits.token_budget
-            most = self._compute_tile_rows(False) // self._padded_group
+            most = self._attention.count_rows(self._invariant) // self._attention.padded
             first_I = torch.arange(0, tokens, most, dtype=torch.int32, device=self._device)
             numbers[3, : len(first_I)] = first_I
             numbers[4, : len(first_I)] = (tokens - first_I).clamp(max=most)

@@ -7,7 +7,6 @@ import re
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from inspect import isawaitable
 from typing import Any, TypeVar
@@ -148,7 +147,7 @@ class HttpApp:
         resulting requests on the engine, and return the whole response or an event stream."""
         name = request.state.request_id
         job = await self._parse(request, model, lambda body: build_job(body, self._prompts, self.settings.model, name))
-        job = replace(job, ticket=request.state.ticket)
+        job.ticket = request.state.ticket
         return EventStream(self._runner, job) if job.stream else await self._runner.collect(job, request.receive)
 
     async def _parse(self, request: Request, model: type[_Body], use: Callable[[_Body], _Result]) -> _Result:

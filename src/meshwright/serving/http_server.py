@@ -375,7 +375,6 @@ async def serve_http(
     server = make_server(app)
     serving, signalled = asyncio.create_task(server.serve([listener])), asyncio.create_task(wait_for_signals(signals))
     failing = asyncio.create_task(client.wait_for_failure())
-    unfinished = 0
     try:
         await asyncio.wait((serving, signalled, failing), return_when=asyncio.FIRST_COMPLETED)
         if failing.done():
@@ -392,8 +391,7 @@ async def serve_http(
         signalled.cancel()
         failing.cancel()
         server.should_exit = True
-        if not unfinished:
-            await asyncio.wait((serving, again), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((serving, again), return_when=asyncio.FIRST_COMPLETED)
         again.cancel()
         for connection in cast("set[_LimitedProtocol]", server.server_state.connections.copy()):
             connection.transport.abort()

@@ -7,7 +7,7 @@ the step computes.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,54 +37,15 @@ class Draw(NamedTuple):
     decides: bool = False
 
 
-class LogitRow(Protocol):
-    """Interface to the logits [V] of one output row (a token whose logits are wanted), in host memory or on a GPU.
+class LogitRow:
+    """Logits [V] of one output row (a token whose logits are wanted) in host memory; those of a GPU are a subclass.
+    logits_V: float32 [V], V vocabulary; must not change while the object is in use.
 
     Attributes:
         size: Size of the vocabulary, V.
         best: ID of the most likely token, the lowest among equals; undefined if a logit is NaN.
         highest: Largest logit; NaN if any logit is NaN, and then the methods must not be called.
     """
-
-    size: int
-    best: int
-    highest: np.float32
-
-    def on_host(self) -> Logits:
-        """Return the logits [V] in host memory; must not be modified."""
-
-    def logit(self, token: int) -> float:
-        """Return the logit of a token ID."""
-
-    def softmax_denominator(self, temperature: float) -> float:
-        """Return the sum over the vocabulary of exp((logit - highest) / temperature), the softmax denominator; highest:
-        the row's largest logit. temperature: more than 0."""
-
-    def draw(self, temperature: float, uniform: float) -> int:
-        """Return the ID of the token at quantile `uniform`, in [0, 1), of the softmax of logits / temperature, tokens
-        ordered by ID (inverse-CDF sampling). temperature: more than 0."""
-
-    def count_at_least(self, least: np.float32) -> int:
-        """Return the number of logits that are at least `least`."""
-
-    def highest_logits(self, count: int) -> Logits:
-        """Return the `count` highest logits in descending order."""
-
-    def most_likely(self, count: int) -> list[int]:
-        """Return the IDs of the `count` most likely tokens, most likely first, the lower ID first among equals."""
-
-    def token_at(self, rank: int, values: Logits) -> int:
-        """Return the ID of the token at index `rank` (0: the most likely) when tokens are sorted by descending logit,
-        equal logits by ascending ID. values: result of `highest_logits` for more than `rank` logits."""
-
-
-StepOutput = npt.NDArray[np.float32] | Iterable[LogitRow]
-"""Result of a runner: logits [R, V] of R output rows or hidden states [T, H] in host memory, or the output rows."""
-
-
-class HostRow:
-    """Logits of one output row (a token whose logits are wanted) in host memory; it implements the interface
-    `LogitRow`. logits_V: float32 [V], V vocabulary; must not change while the object is in use."""
 
     def __init__(self, logits_V: Logits) -> None:
         """Find the highest logit; arguments: see the class."""
@@ -93,42 +54,48 @@ class HostRow:
         self.highest: np.float32 = logits_V[self.best]
 
     def on_host(self) -> Logits:
-        """Return the logits [V]; must not be modified."""
+        """Return the logits [V] in host memory; must not be modified."""
         return self._logits
 
     def logit(self, token: int) -> float:
         """Return the logit of a token ID."""
-        return float(self._logits[token])
+        return float(self.on_host()[token])
 
     def softmax_denominator(self, temperature: float) -> float:
         """Return the sum over the vocabulary of exp((logit - highest) / temperature), the softmax denominator, with a
         relative error of about 1e-7; highest: the row's largest logit. temperature: more than 0."""
-        return float(compute_softmax_weights(self._logits, self.highest, temperature).sum(dtype=np.float64))
+        return float(compute_softmax_weights(self.on_host(), self.highest, temperature).sum(dtype=np.float64))
 
     def draw(self, temperature: float, uniform: float) -> int:
         """Return the ID of the token at quantile `uniform`, in [0, 1), of the softmax of logits / temperature, tokens
         ordered by ID (inverse-CDF sampling). temperature: more than 0."""
-        return find_quantile(compute_softmax_weights(self._logits, self.highest, temperature), uniform)
+        return find_quantile(compute_softmax_weights(self.on_host(), self.highest, temperature), uniform)
 
     def count_at_least(self, least: np.float32) -> int:
         """Return the number of logits that are at least `least`."""
-        return int(np.count_nonzero(self._logits >= least))
+        return int(np.count_nonzero(self.on_host() >= least))
 
     def highest_logits(self, count: int) -> Logits:
         """Return the `count` highest logits in descending order."""
-        return np.sort(self._logits if count == self.size else np.partition(self._logits, -count)[-count:])[::-1]
+        logits_V = self.on_host()
+        return np.sort(logits_V if count == self.size else np.partition(logits_V, -count)[-count:])[::-1]
 
     def most_likely(self, count: int) -> list[int]:
         """Return the IDs of the `count` most likely tokens, most likely first, the lower ID first among equals."""
-        likely = np.flatnonzero(self._logits >= np.partition(self._logits, -count)[-count])
-        found: list[int] = likely[np.argsort(-self._logits[likely], kind="stable")][:count].tolist()
+        logits_V = self.on_host()
+        likely = np.flatnonzero(logits_V >= np.partition(logits_V, -count)[-count])
+        found: list[int] = likely[np.argsort(-logits_V[likely], kind="stable")][:count].tolist()
         return found
 
     def token_at(self, rank: int, values: Logits) -> int:
         """Return the ID of the token at index `rank` (0: the most likely) when tokens are sorted by descending logit,
         equal logits by ascending ID. values: result of `highest_logits` for more than `rank` logits."""
         value = values[rank]
-        return int(np.flatnonzero(self._logits == value)[rank - int((values > value).sum())])
+        return int(np.flatnonzero(self.on_host() == value)[rank - int((values > value).sum())])
+
+
+StepOutput = npt.NDArray[np.float32] | Iterable[LogitRow]
+"""Result of a runner: logits [R, V] of R output rows or hidden states [T, H] in host memory, or the output rows."""
 
 
 def compute_softmax_weights(logits: Logits, highest: np.float32, temperature: float) -> Logits:

@@ -20,7 +20,7 @@ from meshwright.kernels.library import Kernels
 from meshwright.kernels.memory_pages import reserve_pool
 from meshwright.kernels.op_list import OpList
 from meshwright.kernels.rank_allocator import RankAllocator
-from meshwright.kernels.row_order import find_gate_order, find_half_rotation_order, order_rows, spread_bias
+from meshwright.kernels.row_order import find_gate_order, find_row_order, spread_bias
 from meshwright.kernels.structures import PackedMatrix
 from meshwright.model import layers as modules
 from meshwright.model.attention import Attention as AttentionModule
@@ -28,10 +28,10 @@ from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.block import Block
 from meshwright.model.experts import Mixture
 from meshwright.model.latent_attention import LatentAttention
-from meshwright.model.rope import make_table, pad_pairs
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.tensor import TensorParallel
+from meshwright.serving.position_tables import make_position_tables
 from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.weights import RankWeights
 from meshwright.spec.block_tables import block_tables
@@ -46,12 +46,15 @@ class Segment:
 
     end: exclusive end index of these operations in `Lowering.ops`. partial: buffer [T, H] that is all-reduced over tp,
     for a budget of T tokens and hidden size H; None: no all-reduce. bias: [H], added to the sum; None: 0. residual:
-    buffer [T, H] to which the result is added; None: the result is written to `partial`."""
+    buffer [T, H] to which the result is added; None: the result is written to `partial`. norms: this rank's slices of
+    RMSNorm weights; `partial` is then not summed, but its first columns, a slice of as many for each norm, are
+    normalised in place over the columns of all ranks."""
 
     end: int
     partial: Float32 | None = None
     residual: Float32 | None = None
     bias: Float32 | None = None
+    norms: tuple[Float32, ...] = ()
 
 
 class Lowering:
@@ -82,7 +85,6 @@ class Lowering:
         self._memory = RankAllocator(kernels, dtype, limits.token_budget)
         self.nbytes = self._memory.nbytes
         self._kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
-        self._order = find_half_rotation_order(self.config)
         self._tables = block_tables(self.config, mesh.pp.size)
         self._caches = [  # each for one layer of every block table, because a KV block belongs to only one table
             self._memory.allocate_cache(self.config, limits.blocks, self._kv_heads)
@@ -101,30 +103,14 @@ class Lowering:
         self._model = Transformer(self.config, axes=axes, device="meta", stages=[self._stage])
         self._names = {id(module): name for name, module in self._model.named_modules()}
         self._rotations: dict[Rotation | Temperature | None, Any] = {None: (None, None)}
-        for rotation in map(self._find_rotation, self._stage.layers):
-            if rotation is not None and rotation not in self._rotations:
-                self._rotations[rotation] = self._make_rotation(rotation)
+        tables = make_position_tables(self.config, self._stage.layers, limits.max_length, torch.device("cpu"))
+        for turn, pair in tables.items():
+            self._rotations[turn] = tuple(self._memory.copy(each.numpy()) for each in pair)
         self.states = self._memory.get_buffer("states", self.config.hidden)
         self.logits: Float32 | None = None
         with reserve_pool([each for pair in self._caches for each in pair if limits.resident]):
             self._lower_stage()  # reads and packs the weights meanwhile
         kernels.end_packing()
-
-    def _find_rotation(self, layer: int) -> Rotation | Temperature | None:
-        """Return the rotary embedding of the layer with index `layer`; for a layer that scales its queries by a
-        position-dependent temperature instead, return this temperature. None: the layer has neither."""
-        return self.config.layer_rotation(layer) or self.config.layer_temperature(layer)
-
-    def _make_rotation(self, rotation: Rotation | Temperature) -> tuple[Float32, Float32]:
-        """Return (cosines, sines) by position, each [positions, pairs of features], for the rotary embedding
-        `rotation`. If `rotation` is a temperature, the factors of the queries are returned in place of the cosines, and
-        the sines are 0."""
-        length, size = self._limits.max_length, self.config.rotary_dim
-        table = make_table(rotation, torch.float32, None).look_up(None, 0, length, torch.device("cpu"))
-        cosine, sine = table[0][0, 0], table[0][0, 0] * 0 if table[1] is None else table[1][0, 0]
-        cosine, sine = (each.expand(-1, size // 2) if each.shape[1] == 1 else each for each in (cosine, sine))
-        pair = (cosine, sine) if self.config.latent else pad_pairs((cosine, sine), self.config.head_dim)
-        return self._memory.copy(pair[0].numpy()), self._memory.copy(pair[1].numpy())
 
     def _lower_stage(self) -> None:
         """Append to `ops` the kernel operations of the whole pipeline stage: embedding, transformer blocks, head."""
@@ -180,18 +166,22 @@ class Lowering:
         self._lower_linear(attention.qkv, qkv, x)
         q_norm, k_norm = (self._read_optional(each, "weight") for each in (attention.query_norm, attention.key_norm))
         if config.projection_norm:
-            ends = heads * size, (heads + kv_heads) * size
-            for begin, end, weight in ((0, ends[0], q_norm), (*ends, k_norm)):
-                part = qkv[:, begin:end]
-                assert weight is not None
-                self.ops.append(op.Norm(part, part, weight, None, config.norm_epsilon))
+            assert q_norm is not None and k_norm is not None
+            if self._split:
+                self.segments.append(Segment(len(self.ops), qkv, norms=(q_norm, k_norm)))
+            else:
+                ends = np.cumsum([len(q_norm), len(k_norm)])
+                for part, weight in zip(np.split(qkv, ends, axis=1), (q_norm, k_norm), strict=False):
+                    self.ops.append(op.Norm(part, part, weight, None, config.norm_epsilon))
             q_norm = k_norm = None
         table, place = self._tables.layers[layer]
-        cache, rotation = op.LayerCache(*self._caches[place], size, table), self._find_rotation(layer)
-        if config.rotated_norm and isinstance(rotation, Rotation):  # a rotation does not change the root mean square
-            q_norm = k_norm = np.ones(size, np.float32)
-        (cosine, sine), alone = self._rotations[rotation], isinstance(rotation, Temperature)
-        self.ops.append(op.RopeStore(qkv, cache, heads, cosine, sine, q_norm, k_norm, config.norm_epsilon, alone))
+        cache, turn = op.LayerCache(*self._caches[place], size, table), config.layer_positions(layer)
+        epsilon = config.norm_epsilon
+        if rotated := config.layer_rotated_norm(layer):
+            factor, epsilon = rotated
+            q_norm = k_norm = np.full(size, factor, np.float32)
+        (cosine, sine), alone = self._rotations[turn], isinstance(turn, Temperature)
+        self.ops.append(op.RopeStore(qkv, cache, heads, cosine, sine, q_norm, k_norm, epsilon, alone))
         out, window = self._memory.get_buffer("attention", heads * size), config.layer_window(layer) or 0
         softcap, sinks = config.attention_softcap or 0.0, self._read_optional(attention, "sinks")
         chunks = config.window_chunks and window > 0
@@ -206,7 +196,7 @@ class Lowering:
         queries = None if attention.query_up is None else self._memory.get_buffer("queries", heads * attention.size)
         both, plain = self._read_matrix(attention.latent_up).reshape(heads, -1, latent.rank), attention.plain
         ups = [self._memory.pack(each) for each in (both[:, :plain].swapaxes(1, 2), both[:, plain:])]
-        cosine, sine = self._rotations[self._find_rotation(layer)]
+        cosine, sine = self._rotations[self.config.layer_positions(layer)]
         out = self._memory.get_buffer("attention", heads * latent.value_dim)
         self.ops.append(
             op.LatentAttention(
@@ -226,7 +216,7 @@ class Lowering:
         the result, or None."""
         config, experts = self.config, mixture.experts
         workspace = self._memory.get_experts_workspace(config, experts.down.weight.shape[1])
-        added = not self._split and self._adds_directly(norm)
+        added = not self._split and self.config.plain_residual
         out = self.states if added else self._memory.get_buffer("partial", config.hidden)
         router_bias = self._read_optional(mixture.router, "bias")
         router = self._pack_weight(mixture.router, dtype="float32")
@@ -307,23 +297,18 @@ class Lowering:
     def _lower_row_parallel(self, linear: modules.Linear, x: Float32, norm: nn.Module | None) -> None:
         """Append to `ops` a row-parallel linear layer with input `x`, whose output is all-reduced over tp and added to
         the hidden states. norm: post-norm, applied to the output before it is added, or None."""
-        if not self._split and self._adds_directly(norm):
+        if not self._split and self.config.plain_residual:
             self._lower_linear(linear, self.states, x, accumulate=True)
             return
         partial, bias = self._memory.get_buffer("partial", self.config.hidden), self._read_optional(linear, "bias")
         self.ops.append(op.Linear(partial, x, self._pack_weight(linear), None if self._split else bias))
         self._lower_sum(partial, bias, norm)
 
-    def _adds_directly(self, norm: nn.Module | None) -> bool:
-        """Return True if a sublayer's output is added to the residual stream as it is, without post-norm or residual
-        scale. norm: the sublayer's post-norm; None: it has none."""
-        return norm is None and self.config.residual_scale == 1
-
     def _lower_sum(self, partial: Float32, bias: Float32 | None, norm: nn.Module | None) -> None:
         """Append to `ops` the residual addition of a sublayer: all-reduce `partial` over tp, add `bias`, apply the
         post-norm and the residual scale, and add the result to the hidden states. partial: [T, H] for T tokens of
         hidden size H. bias: [H], or None. norm: the post-norm's module, or None."""
-        if self._adds_directly(norm):
+        if self.config.plain_residual:
             self._sum_over_ranks(partial, self.states, bias)
             return
         self._sum_over_ranks(partial, None, bias)
@@ -372,4 +357,5 @@ class Lowering:
         read."""
         values = self._weights.read(name, torch.bfloat16 if bfloat16 else torch.float32)
         array = (values.view(torch.uint16) if bfloat16 else values).numpy()
-        return order_rows(self.config, name, array, self._order, self._kv_heads)
+        order = find_row_order(self.config, name, len(array), self._kv_heads)
+        return array if order is None else np.take(array, order, axis=0)

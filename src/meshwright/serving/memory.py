@@ -14,14 +14,7 @@ from meshwright.launcher.host_memory import GPU, HostMemory
 from meshwright.layout import Layout
 from meshwright.limits import get_limit, shorten_repr
 from meshwright.planner.serving.device_ledger import device_ledger
-from meshwright.planner.serving.ledger import (
-    KERNEL_DTYPES,
-    ServingLedger,
-    ServingSizes,
-    fill_memory,
-    find_kernel_gap,
-    serving_ledger,
-)
+from meshwright.planner.serving.ledger import KERNEL_DTYPES, ServingLedger, ServingSizes, fill_memory, serving_ledger
 from meshwright.planner.serving.torch_ledger import torch_ledger
 from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.config import ModelConfig
@@ -106,8 +99,7 @@ def plan_memory(
         raise UserError(f"--max-length {max_length}: should be 1 to {config.max_positions}, the model's positions")
     sizes = ServingSizes(steps.tokens, steps.sequences, max_length or config.max_positions, dtype, steps.threads)
     on_gpus = all(host.source == GPU for host in hosts)
-    compiled = steps.compiled and dtype in KERNEL_DTYPES and not find_kernel_gap(config, layout)
-    on_cpu = serving_ledger if compiled else torch_ledger
+    on_cpu = serving_ledger if steps.compiled and dtype in KERNEL_DTYPES else torch_ledger
     predict = device_ledger if on_gpus else on_cpu
     ledger = predict(config, layout, sizes)
     # More than twice what all sequences of a step can hold would be of little use even as a prefix cache.

@@ -58,7 +58,8 @@ class NativeRunner:
         for segment in self._segments:
             self._ops.run(batch, begin, segment.end)
             if segment.partial is not None:
-                self._sum_over_ranks(segment, segment.partial[:tokens])
+                reduce = self._normalise_over_ranks if segment.norms else self._sum_over_ranks
+                reduce(segment, segment.partial[:tokens])
             begin = segment.end
         if self._logits is None:
             return self._states[:tokens]
@@ -72,15 +73,30 @@ class NativeRunner:
         The result is added to the segment's residual; if it has none, the result overwrites `partial_TH`.
 
         partial_TH: this rank's partial result, [T, H] for T tokens of hidden size H."""
-        first_TH, *others = self._all_gather(partial_TH, SUM_SITE)
-        for part_TH in others:
-            first_TH += part_TH
+        first_TH = self._all_reduce(partial_TH)
         if segment.bias is not None:
             first_TH += segment.bias
         if segment.residual is None:
             partial_TH[:] = first_TH
         else:
             segment.residual[: len(partial_TH)] += first_TH
+
+    def _normalise_over_ranks(self, segment: Segment, slices_TX: npt.NDArray[np.float32]) -> None:
+        """Apply the RMSNorms of `segment` to the first columns of `slices_TX` in place, this rank's slices of T rows.
+        The sums of squares are all-reduced over the tensor-parallel ranks, which have equal numbers of columns."""
+        parts = np.split(slices_TX, np.cumsum([len(each) for each in segment.norms]), axis=1)[:-1]  # views
+        sums_TN = self._all_reduce(np.stack([np.square(part).sum(axis=1) for part in parts], axis=1))
+        for part, weight, sum_T in zip(parts, segment.norms, sums_TN.T, strict=True):
+            mean_T = sum_T / np.float32(part.shape[1] * self._tensor.size)
+            part *= weight / np.sqrt(mean_T + np.float32(self.config.norm_epsilon))[:, None]
+
+    def _all_reduce(self, own: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Return the sum of the array `own` of each tensor-parallel rank, added in rank order. The sum is valid until
+        the next collective call."""
+        first, *others = self._all_gather(own, SUM_SITE)
+        for part in others:
+            first += part
+        return first
 
     def _all_gather(self, own: npt.NDArray[np.float32], site: str) -> npt.NDArray[np.float32]:
         """All-gather the array `own` of each of the P tensor-parallel ranks; return [P, ...] in rank order. site: label

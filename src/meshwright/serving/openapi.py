@@ -64,16 +64,12 @@ def _describe_operation(path: str, errors: Mapping[str, str]) -> dict[str, Any]:
     """Return the OpenAPI operation object for `path`, without a request body. `errors`: {HTTP status: description}."""
     media, kind = ("text/plain", "string") if path == "/metrics" else ("application/json", "object")
     good = {"description": "The answer", "content": {media: {"schema": {"type": kind}}}}
-    bad = {status: _describe_error(text) for status, text in errors.items()}
+    error = _describe_json_content("Error")
+    bad = {status: {"description": text, "content": error} for status, text in errors.items()}
     operation: dict[str, Any] = {"operationId": path.strip("/"), "responses": {"200": good, **bad}}
     if "{model}" in path:
         operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
     return operation
-
-
-def _describe_error(text: str) -> dict[str, Any]:
-    """Return the OpenAPI response object of an error with the description `text`."""
-    return {"description": text, "content": _describe_json_content("Error")}
 
 
 def _describe_json_content(schema: str) -> dict[str, Any]:

@@ -12,8 +12,7 @@ import torch
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.kernels.choice import PLAIN_TORCH, load_kernels
-from meshwright.layout import Layout
-from meshwright.planner.serving.ledger import KERNEL_DTYPES, find_device_gap, find_kernel_gap
+from meshwright.planner.serving.ledger import KERNEL_DTYPES
 from meshwright.serving.logit_rows import StepOutput
 from meshwright.serving.native_runner import NativeRunner
 from meshwright.serving.rank_starter import RankPlan
@@ -63,7 +62,6 @@ def build_runner(plan: RankPlan, mesh: Mesh) -> Runner:
     if mesh.device.type == "cuda":
         return _build_device_runner(weights, mesh, plan)
     compiled = plan.dtype in KERNEL_DTYPES and plan.instruction_set != PLAIN_TORCH
-    compiled = compiled and find_kernel_gap(weights.config, mesh.layout) is None
     if compiled and (kernels := load_kernels(plan.instruction_set)) is not None:
         kernels.set_threads(plan.threads)
         return NativeRunner(kernels, weights, mesh, plan.dtype, plan.limits)
@@ -80,12 +78,8 @@ def _build_device_runner(weights: RankWeights, mesh: Mesh, plan: RankPlan) -> Ru
         raise UserError(f"dtype {plan.dtype}: on a GPU serving takes {', '.join(DEVICE_DTYPES)}")
     if mesh.layout.expert_parallel:
         raise UserError(f"ep{mesh.ep.size}: expert parallelism is not supported on GPUs yet; tp splits each expert")
-    if gap := find_device_gap(weights.config, mesh.layout):
-        if find_device_gap(weights.config, Layout()):
-            raise UserError(f"serving {weights.config.family} on a GPU: {gap}; --device cpu serves it")
-        raise UserError(f"tp{mesh.tp.size} on a GPU: {gap}; use dp or pp")
     try:
-        from meshwright.serving import device_operations
+        from meshwright.kernels import device_operations
     except ModuleNotFoundError as error:
         raise UserError(f"serving on a GPU needs {error.name}: run pip install triton") from None
     from meshwright.serving.device_runner import DeviceRunner

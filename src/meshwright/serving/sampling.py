@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.errors import MeshwrightError, UserError
-from meshwright.serving.logit_rows import Draw, HostRow, LogitRow, Logits, compute_softmax_weights, find_quantile
+from meshwright.serving.logit_rows import Draw, LogitRow, Logits, compute_softmax_weights, find_quantile
 
 GREEDY_TEMPERATURE = 1e-5  # lower temperatures count as 0, as in vLLM
 _FIRST_LOOK = (256, 1024, 4096)  # most likely tokens among which top-p is looked for before all are sorted
@@ -211,7 +211,7 @@ def _is_adjusted(sampling: Sampling, position: int) -> bool:
     return forbid or bool(sampling.logit_bias) or sampling.penalizes
 
 
-def _adjust(row: LogitRow, sampling: Sampling, position: int, counts: TokenCounts | None) -> HostRow:
+def _adjust(row: LogitRow, sampling: Sampling, position: int, counts: TokenCounts | None) -> LogitRow:
     """Return the row with the minimum length, bias and penalties of `sampling` applied to a copy of its logits, in
     vLLM's order. `position`: index of the token in the answer. `counts`: token counts; None only if no penalty is set.
     """
@@ -223,7 +223,7 @@ def _adjust(row: LogitRow, sampling: Sampling, position: int, counts: TokenCount
     if sampling.penalizes:
         assert counts is not None, "penalties need the counts of tokens"
         counts.penalize(adjusted_V, sampling)
-    return HostRow(adjusted_V)
+    return LogitRow(adjusted_V)
 
 
 def _find_token(row: LogitRow, sampling: Sampling, uniform: float) -> int:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from meshwright.errors import UserError
 from meshwright.serving.admission import AdmissionState, AnswerLengthRatio
 from meshwright.serving.blocks import BlockPool
-from meshwright.serving.logit_rows import HostRow, StepOutput
+from meshwright.serving.logit_rows import LogitRow, StepOutput
 from meshwright.serving.request import FinishReason, Output, Request
 from meshwright.serving.sampling import TokenResult
 from meshwright.serving.sequence import Sequence
@@ -396,5 +396,5 @@ def sample_batch(batch: StepBatch, logits: StepOutput) -> list[TokenResult]:
     """Return one result for each of the R output rows of a batch: for the last known token of a sequence a newly
     sampled token, for any other row (`prompt_logprobs`) the prompt's next token with its log-probability. The results
     depend on the arguments alone. logits: float32 [R, V] for V vocabulary entries, or R objects of type `LogitRow`."""
-    rows = map(HostRow, logits) if isinstance(logits, np.ndarray) else logits
+    rows = map(LogitRow, logits) if isinstance(logits, np.ndarray) else logits
     return [sequence.sample_row(row, position) for row, (sequence, position) in zip(rows, batch.outputs(), strict=True)]

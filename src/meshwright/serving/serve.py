@@ -268,7 +268,7 @@ def _prepare_kernels(model: _Settings, phases: _StartupTimer) -> _Settings:
     model: checked settings of the server. phases: logger of durations."""
     if model.device != "cpu":
         return model
-    instruction_set, reason = prepare_kernels(model.config, model.dtype, model.layout, phases.log)
+    instruction_set, reason = prepare_kernels(model.dtype, model.layout, phases.log)
     phases.end("settings checked" if reason else f"settings checked, {instruction_set} kernels ready")
     ledger = model.plan(steps=model.plan.keywords["steps"]._replace(compiled=False)) if reason else model.ledger
     return replace(model, ledger=ledger, kernels=(instruction_set, reason))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 from meshwright.comm.collectives import all_gather
 from meshwright.comm.mesh import Mesh
@@ -21,7 +22,7 @@ from meshwright.planner.serving.torch_ledger import TILE_TOKENS
 from meshwright.serving.scheduler import StepBatch
 from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.weights import RankWeights
-from meshwright.spec.block_tables import BlockTables, block_tables
+from meshwright.spec.block_tables import BlockTables, block_tables, find_cached_shape
 from meshwright.spec.config import ModelConfig
 
 
@@ -71,30 +72,23 @@ class PagedCache:
         self, config: ModelConfig, tables: BlockTables, layers: range, blocks: int, kv_heads: int, dtype: torch.dtype
     ) -> None:
         """Allocate the cache tensors, zeros; arguments: see the class."""
-        shape = (2, blocks * BLOCK_TOKENS, kv_heads, config.head_dim)
-        if config.latent is not None:
-            shape = (1, blocks * BLOCK_TOKENS, 1, config.latent.cached_dim)
+        tensors, *vectors = find_cached_shape(config, kv_heads)
         depth = 1 + max(tables.layers[layer][1] for layer in layers)
-        self.pairs = [torch.empty(shape, dtype=dtype) for _ in range(depth)]  # keys, values
+        self.pairs = [torch.empty(tensors, blocks * BLOCK_TOKENS, *vectors, dtype=dtype) for _ in range(depth)]
         self._layers, self._scale, self._softcap = tables.layers, config.score_scale, config.attention_softcap
         self._config = config
-        self._segments: list[tuple[int, torch.Tensor]] = []  # of each selected token: row, slots [W, C] of its context
+        self._contexts: list[torch.Tensor] = []  # of each selected token: slots [W, C] of its context
         self._slots_WT = torch.zeros(len(tables.windows), 0, dtype=torch.long)
 
     def select(self, batch: StepBatch, begin: int, end: int) -> None:
         """Select the tokens with the indices `begin` to `end` (exclusive) of a batch. The following calls of `attend`
         get the queries, keys and values of the selected tokens, perhaps with padding after them."""
         self._slots_WT = torch.from_numpy(batch.slots[:, begin:end]).long()
-        self._segments = []
-        for number, (first, stop) in enumerate(zip(batch.starts[:-1], batch.starts[1:], strict=True)):
-            low, high = max(int(first), begin), min(int(stop), end)
-            if low >= high:
-                continue
-            positions = np.arange(int(batch.positions[high - 1]) + 1)
-            blocks_WC = batch.block_tables[:, number, positions // BLOCK_TOKENS]
-            slots_WC = torch.from_numpy(blocks_WC * BLOCK_TOKENS + positions % BLOCK_TOKENS).long()
-            for row in range(low, high):
-                self._segments.append((row - begin, slots_WC[:, : len(positions) - (high - row - 1)]))
+        self._contexts = []
+        for row in range(begin, end):
+            positions, owner = np.arange(batch.positions[row] + 1), batch.starts.searchsorted(row, side="right") - 1
+            blocks_WC = batch.block_tables[:, owner, positions // BLOCK_TOKENS]
+            self._contexts.append(torch.from_numpy(blocks_WC * BLOCK_TOKENS + positions % BLOCK_TOKENS).long())
 
     def attend(
         self, layer: int, q_BNTD: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor | None,
@@ -112,15 +106,15 @@ class PagedCache:
         for cache, new in zip(self.pairs[place], (k_BKTD,) if v_BKTD is None else (k_BKTD, v_BKTD), strict=True):
             cache[self._slots_WT[table]] = new[0, :, :tokens].transpose(0, 1).to(cache.dtype)
         out_BNTD = torch.zeros_like(q_BNTD)
-        for row, slots_WC in self._segments:
-            out_BNTD[0, :, row] = self._attend_segment(layer, q_BNTD[0, :, row], slots_WC[table], sinks)
+        for row, slots_WC in enumerate(self._contexts):
+            out_BNTD[0, :, row] = self._attend_token(layer, q_BNTD[0, :, row], slots_WC[table], sinks)
         return out_BNTD
 
     def advance(self, tokens: int) -> None:
         """Do nothing (part of the interface of the model's caches): the scheduler counts the tokens of each
         sequence."""
 
-    def _attend_segment(
+    def _attend_token(
         self, layer: int, q_ND: torch.Tensor, slots_C: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the attention of one token over its context in the layer with index `layer`, [N, D] for N query heads
@@ -222,8 +216,7 @@ class TorchRunner:
         rows, size = len(states_RH), self._tile
         out_RV = np.empty((rows, self.config.vocabulary), np.float32)
         for begin in range(0, rows, size):
-            tile = states_RH.new_zeros(1, size, self.config.hidden)
             part = states_RH[begin : begin + size]
-            tile[0, : len(part)] = part
+            tile = F.pad(part, (0, 0, 0, size - len(part)))[None]
             out_RV[begin : begin + size] = self._model.output_logits(tile)[0, : len(part)].float().numpy()
         return out_RV

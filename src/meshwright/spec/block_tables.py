@@ -32,6 +32,12 @@ MAX_TABLES = 8
 _BALANCED_FOR = 2048  # sequence length for which pipeline stages are balanced
 
 
+def find_cached_shape(config: ModelConfig, kv_heads: int) -> tuple[int, int, int]:
+    """Return what the KV cache stores for a token and layer, (number of tensors, vectors, size of a vector): the keys
+    and the values of `kv_heads` heads, or with latent attention one vector alone, which all heads share."""
+    return (2, kv_heads, config.head_dim) if config.latent is None else (1, 1, config.latent.cached_dim)
+
+
 @dataclass(frozen=True, slots=True)
 class BlockTables:
     """Assignment of a model's layers to block tables of the paged KV cache (like vLLM's KV cache groups). A block table

@@ -358,6 +358,18 @@ class ModelConfig:
             return None
         return Temperature(self.temperature_scale, self.temperature_floor)
 
+    def layer_positions(self, layer: int) -> Rotation | Temperature | None:
+        """Return the settings of the position-dependent factors on the queries and keys of the layer with index
+        `layer`: its rotary positions or, without them, the temperature of its queries; None if it has neither."""
+        return self.layer_rotation(layer) or self.layer_temperature(layer)
+
+    def layer_rotated_norm(self, layer: int) -> tuple[float, float] | None:
+        """Return (weight, epsilon) of an RMSNorm before the rotation that is equal to the norm of the rotated queries
+        and keys of the layer; None if it has none. A rotation keeps the mean square, but for its attention scale."""
+        if not self.rotated_norm or (rotation := self.layer_rotation(layer)) is None:
+            return None
+        return 1 / rotation.attention_scale, self.norm_epsilon / rotation.attention_scale**2
+
     def rotations(self, layers: Iterable[int]) -> tuple[Rotation, ...]:
         """Return the distinct rotary settings (size, base, scaling) of the `layers` (indices), in order of
         first use.

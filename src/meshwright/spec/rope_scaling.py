@@ -87,6 +87,11 @@ class Rotation:
     theta: float
     scaling: RopeScaling | None = None
 
+    @property
+    def attention_scale(self) -> float:
+        """Factor on cosine and sine."""
+        return self.scaling.attention_scale if self.scaling else 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Temperature:

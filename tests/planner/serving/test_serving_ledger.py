@@ -12,7 +12,6 @@ from meshwright.planner.serving.ledger import (
     ServingSizes,
     bill_text,
     fill_memory,
-    find_kernel_gap,
     parse_dtype,
     serving_ledger,
 )
@@ -146,10 +145,3 @@ def test_layouts_that_cannot_serve_are_refused(layout: str, reason: str):
 def test_empty_layout_is_one_rank():
     assert serving_layout("", preset("llama-3-8b")) == Layout()
     assert str(serving_layout("tp2 pp2 dp2", preset("llama-3-8b"))) == "dp2 tp2:nosp pp2"
-
-
-def test_norms_over_the_heads_of_all_ranks_have_no_kernel():
-    config = preset("olmo2-tiny")
-    assert find_kernel_gap(config, Layout()) is None
-    assert "no kernel normalises the queries of several ranks" in str(find_kernel_gap(config, Layout(tp=2)))
-    assert find_kernel_gap(preset("qwen3-tiny"), Layout(tp=2)) is None

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 from meshwright.layout import Layout
 from meshwright.planner.serving.ledger import RankLedger, ServingLedger, ServingRank, ServingSizes, build_ledger
+from meshwright.spec.attention_tiles import AttentionSizes
 from meshwright.spec.block_tables import count_blocks
 from meshwright.spec.config import ModelConfig
 
 CONTEXT_BYTES = 2**30
 """Bytes of each GPU for CUDA context, loaded kernels, workspaces of cuBLAS and NCCL and rounding by the allocator.
 Estimated; the first two take 0.74 GiB on an H100 (`bench/results/gpu_serving.json`)."""
-SECTION = 256
-"""Keys of a section of the context; attention computes one partial result per section."""
 SCRATCH_BYTES = 64 * 2**20
 """Bytes of the partial results of one kernel launch, unless one tile needs more; more tiles take several launches."""
-DECODE_ROWS, PREFILL_ROWS = 16, 64
-"""Query rows of a tile of attention in decoding and in prefill; batch-invariant answers use those of decoding
-throughout."""
 SPLIT_COLUMNS = 2 * 256 * 64
 """Most columns of float32 that the partial sums of one batch-invariant product have for each token."""
 
@@ -45,25 +41,14 @@ def _rank_ledger(rank: ServingRank) -> RankLedger:
 def _workspace_bytes(rank: ServingRank) -> int:
     """Return the bytes of a rank's permanent GPU buffers: token indices and block tables of a step, tables of rotary
     positions, partial results of attention, random draws of sampling."""
-    config, sizes, many = rank.config, rank.sizes, rank.block_tables
+    sizes, many, attention = rank.sizes, rank.block_tables, AttentionSizes.find(rank.config, rank.layout.tp)
     decoding = 1 << (sizes.max_sequences - 1).bit_length()  # the largest padded number of sequences
-    numbers = (6 + many + rank.kv_heads) * max(sizes.token_budget, sizes.logit_rows, decoding)
+    numbers = (6 + many + attention.groups) * max(sizes.token_budget, sizes.logit_rows, decoding)
     tables = decoding * many * count_blocks(sizes.max_length)
-    rotation = rank.rotary_settings * (1 << (sizes.max_length - 1).bit_length()) * config.head_dim
-    scratch = max(SCRATCH_BYTES // 4, tile_scratch(config, rank.layout.tp, sizes.max_length))
+    rotation = rank.position_elements * sizes.max_length
+    scratch = max(SCRATCH_BYTES // 4, attention.count_scratch(sizes.max_length))
     draws = 2 * 3 * sizes.logit_rows  # float64
     return 4 * (numbers + tables + rotation + scratch + draws)
-
-
-def tile_scratch(config: ModelConfig, tp: int, max_length: int) -> int:
-    """Return the number of float32 elements that hold the partial results of one tile of attention. There is one vector
-    of a head's size and two sums for each token of the tile, query head of a rank, and section of the context.
-
-    tp: ranks that share the heads; max_length: most tokens of a sequence."""
-    heads, kv_heads = config.heads // tp, max(1, config.kv_heads // tp)
-    group = 1 << (heads // kv_heads - 1).bit_length()
-    tokens = max(PREFILL_ROWS, group) // group
-    return tokens * heads * (config.head_dim + 2) * -(-max_length // SECTION)
 
 
 def _logits_bytes(rank: ServingRank) -> int:
@@ -82,12 +67,16 @@ def _activation_bytes(rank: ServingRank) -> int:
     GPU: hidden states, and the inputs and outputs of attention or of an MLP."""
     config, tp, item, hidden = rank.config, rank.layout.tp, rank.item, rank.config.hidden
     widths = [(2 * rank.heads + 2 * rank.kv_heads) * config.head_dim]
+    if latent := config.latent:
+        of_head = config.head_dim + latent.cached_dim + latent.rank + latent.value_dim
+        widths = [2 * (latent.query_rank or 0) + latent.cached_dim + rank.heads * of_head]
     for mixed in {config.has_experts(layer) for layer in range(config.layers)}:
         if mixed:  # of each chosen expert: input, up and gate, their product, output in both orders and float32
             chosen = config.experts_per_token * (
                 hidden + 3 * -(-config.expert_intermediate // tp) + (2 + 4 // item) * hidden
             )
-            widths.append(chosen + 3 * config.shared_intermediate // tp)
+            sums = 3 * (4 // item) * hidden  # of the experts' outputs, in float32
+            widths.append(chosen + 3 * config.shared_intermediate // tp + sums)
         else:
             widths.append((3 if config.gated else 2) * config.intermediate // tp)
     return rank.sizes.token_budget * (item * (4 * hidden + max(widths)) + 4 * SPLIT_COLUMNS)

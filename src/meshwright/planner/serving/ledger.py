@@ -46,25 +46,6 @@ RANK_BYTES = 96 * 2**20
 _PANEL = 16  # output columns of a packed panel; matrices are padded to 2 panels
 
 
-def find_kernel_gap(config: ModelConfig, layout: Layout) -> str | None:
-    """Return the reason, as text for users, why the CPU kernels cannot serve a model on a layout; None if they can.
-    Without kernels a CPU computes in plain torch."""
-    if config.projection_norm and layout.tp > 1:
-        return f"no kernel normalises the queries of several ranks together, as family {config.family} does"
-    if config.rotated_norm and config.rope_scaling and config.rope_scaling.attention_scale != 1:
-        return "no kernel normalises queries after a rotation that scales them"
-    return None
-
-
-def find_device_gap(config: ModelConfig, layout: Layout) -> str | None:
-    """Return the reason, as text for users, why GPUs cannot serve a model on a layout; None if they can."""
-    if config.latent is not None:
-        return "there are no kernels for latent attention"
-    if config.window_chunks or config.routed_input:
-        return "there are no kernels for attention in chunks and weighted inputs of experts"
-    return find_kernel_gap(config, layout)
-
-
 @dataclass(frozen=True, slots=True)
 class ServingSizes:
     """Limits for which a server allocates memory.
@@ -237,9 +218,11 @@ class ServingRank:
         return -(-self.config.vocabulary // self.layout.tp)
 
     @property
-    def rotary_settings(self) -> int:
-        """Number of distinct settings of rotary positions in the stage's layers; each has cosine and sine tables."""
-        return len(self.config.rotations(self.stage.layers))
+    def position_elements(self) -> int:
+        """Elements, for a position, of all tables of position-dependent factors of the stage's layers: cosines and
+        sines of half the features each; temperatures of queries in place of cosines."""
+        settings = {self.config.layer_positions(layer) for layer in self.stage.layers} - {None}
+        return len(settings) * (self.config.rotary_dim if self.config.latent else self.config.head_dim)
 
     @property
     def block_tables(self) -> int:
@@ -295,9 +278,7 @@ def _rank_ledger(rank: ServingRank) -> RankLedger:
             full = tensor.name.endswith(".experts.down.bias") and not layout.expert_parallel
             weights += numel * (layout.tp if full else 1) * (item if tensor.unit in LOOKED_UP else 4)
         packed += _packed_bytes(config, layout, tensor, item) if as_matrix else 0
-    # Cosines and sines of half the features each; temperatures of queries in place of cosines.
-    turns = {config.layer_rotation(layer) or config.layer_temperature(layer) for layer in stage.layers} - {None}
-    weights += len(turns) * sizes.max_length * (config.rotary_dim if config.latent else config.head_dim) * 4
+    weights += 4 * sizes.max_length * rank.position_elements
     workspace = tokens * sum(_buffer_widths(rank)) + (rows * config.hidden if stage.last else 0)
     if any(config.has_experts(layer) for layer in stage.layers):
         workspace += _count_expert_numbers(config, layout, tokens)

@@ -50,8 +50,7 @@ def _workspace_bytes(rank: ledger.ServingRank) -> int:
         cached = latent.cached_dim
         projected = (latent.query_rank or 0) + cached + rank.heads * (config.head_dim + 2 * cached + latent.value_dim)
     context = longest * (cached * (item + wide) + 3 * rank.heads * wide + 8)
-    # Cosines and sines of half the features; as much again while the table grows.
-    rotation = 2 * rank.rotary_settings * (1 << (longest - 1).bit_length()) * config.rotary_dim * wide
+    rotation = 2 * (1 << (longest - 1).bit_length()) * rank.position_elements * wide  # twice while a table grows
     inner = max(config.intermediate, config.expert_intermediate, config.shared_intermediate)
     widths = 4 * config.hidden + projected + 3 * -(-inner // rank.layout.tp)
     scores = config.vocabulary * (item + 4) if rank.stage.last else 0

@@ -25,7 +25,7 @@ GENERATION: dict[str, tuple[type[GenerationBody], type[AnswerFormatter]]] = {
 _numbers = itertools.count()  # makes request IDs unique, as clients may repeat theirs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Job:
     """One HTTP request that generates text, parsed and ready to run.
 

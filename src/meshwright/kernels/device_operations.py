@@ -1,4 +1,4 @@
-"""Operations of a step on a GPU: launches of the Triton kernels. Import on CUDA only.
+"""Operations of a step on a GPU: launches of the Triton kernels. Import on CUDA only. Torch-free.
 
 Shapes: T tokens of a step, H hidden, N query heads, K key-value heads, D head size, F width of an MLP, X and Y input
 and output size of a product, E experts, C slots of the KV cache (those of a block follow each other), I tiles.
@@ -6,54 +6,45 @@ and output size of a product, E experts, C slots of the KV cache (those of a blo
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-import torch
 import triton
 
+from meshwright.kernels import triton_attention as attention
 from meshwright.kernels import triton_kernels as kernels
+from meshwright.kernels.device_attention import Pair, Scores, Tensor, Tiles
 from meshwright.kernels.operations import BLOCK_TOKENS
-from meshwright.planner.serving.device_ledger import SECTION
+from meshwright.spec.attention_tiles import SECTION
 
 VERSION = f"triton {triton.__version__}"
 _PROGRAMS = 512  # of `attend`, enough to fill a GPU; with fewer tiles, several programs share the sections of one
 _LOGITS_SECTION = 4096  # logits that one program of `reduce_sections` reads
 _GEMV_ELEMENTS = 4096  # of a weight that one program of `gemv` reads
 _GEMV_WARPS = 4
-_PDL = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-_LAUNCH = {"launch_pdl": True} if _PDL else {}
 _PRODUCT_ROWS = 64  # of a tile: M of Hopper's wgmma
 
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+def _supports_dependent_launch() -> bool:
+    """Return True on a GPU with programmatic dependent launch (Hopper and later), False on others and without one, for
+    the interpreter."""
+    try:
+        target = triton.runtime.driver.active.get_current_target()
+    except RuntimeError:
+        return False
+    return target.backend == "cuda" and int(target.arch) >= 90
 
 
-class Tiles(NamedTuple):
-    """Attention tiles of a step. A tile is a group of consecutive tokens of one sequence, whose attention one program
-    of the kernel computes together.
-
-    Attributes:
-        numbers: int32 [3, I], for each of the I tiles: index of its first token in the step, number of tokens, and row
-            of its sequence in `tables`.
-        tokens: Maximum number of tokens of a tile.
-        rows: Query rows of a tile, tokens x query heads per key-value head (padded): 16 or 64.
-        positions, slots: Position and KV-cache slot of each of the step's T tokens, int32 [T].
-        tables: The layer's block table of each sequence, int32 [sequences, blocks]; may be a strided view.
-    """
-
-    numbers: torch.Tensor
-    tokens: int
-    rows: int
-    positions: torch.Tensor
-    slots: torch.Tensor
-    tables: torch.Tensor
+_PDL = _supports_dependent_launch()
+_LAUNCH = {"launch_pdl": True} if _PDL else {}
 
 
-def add_norm(x_TH: torch.Tensor, delta_TH: torch.Tensor | None, weight_H: torch.Tensor, epsilon: float) -> torch.Tensor:
+def add_norm(x_TH: Tensor, delta_TH: Tensor | None, weight_H: Tensor, epsilon: float) -> Tensor:
     """Add the residual branch `delta_TH` (None: nothing) to the hidden states `x_TH` in place; return the RMSNorm of
-    the sum times `weight_H`, [T, H] for T tokens of hidden size H. epsilon: added to the mean square before the root.
-    """
-    out_TH, size = torch.empty_like(x_TH), x_TH.shape[1]
+    the sum times `weight_H`, [T, H] for T tokens of hidden size H. Without `delta_TH`, `x_TH` may be a strided view.
+    epsilon: added to the mean square before the root."""
+    x_TH = x_TH.contiguous()
+    out_TH, size = x_TH.new_empty(x_TH.shape), x_TH.shape[1]
     delta = x_TH if delta_TH is None else delta_TH
     block = triton.next_power_of_2(size)
     kernels.add_norm[(len(x_TH),)](
@@ -64,75 +55,107 @@ def add_norm(x_TH: torch.Tensor, delta_TH: torch.Tensor | None, weight_H: torch.
 
 
 def rotate_and_store(
-    qkv: torch.Tensor, cache: Pair, tiles: Tiles, rotation: Pair | None, norms: Pair | None, epsilon: float
-) -> None:
+    qkv: Tensor, cache: Sequence[Tensor], tiles: Tiles, rotation: Pair | None, norms: Pair | None,
+    epsilon: float, queries_alone: bool = False,
+) -> None:  # fmt: skip
     """Apply QK norm and RoPE to the queries and keys of `qkv`, and write keys and values to the KV cache. The queries
     in `qkv` are overwritten. T tokens, N query heads, K key-value heads, head size D.
 
     qkv: [T, (N + 2K) D], queries first, then keys, then values. cache: (keys, values), each [C, K, D] for C slots.
     tiles: has the position and the cache slot of each token. rotation: (cosine, sine) by position, float32 [positions,
     D / 2] each; None: no RoPE. norms: RMSNorm weights [D] of (queries, keys); None: no QK norm. epsilon: added to the
-    mean square in these norms.
+    mean square in these norms. queries_alone: True: the keys are not rotated.
     """
-    keys, values = cache
+    keys, values = cache[0], cache[-1]
     kv_heads, size = keys.shape[1:]
     total = qkv.shape[1] // size
     cosine, sine = rotation or (keys, keys)
     query_norm, key_norm = norms or (keys, keys)
-    kernels.rotate_and_store[(len(qkv), total)](
+    attention.rotate_and_store[(len(qkv), total)](
         qkv, keys, values, tiles.positions, tiles.slots, cosine, sine, query_norm, key_norm, epsilon,
         total - 2 * kv_heads, kv_heads, size, triton.next_power_of_2(size // 2), rotation is not None,
-        norms is not None, _PDL, num_warps=1, **_LAUNCH,
+        not queries_alone, norms is not None, _PDL, num_warps=1, **_LAUNCH,
+    )  # fmt: skip
+
+
+def rotate_and_store_latent(
+    parts: Tensor, q_TND: Tensor, wide_TNC: Tensor, cache: Tensor, tiles: Tiles, tables: Pair,
+    norm: tuple[Tensor, float],
+) -> None:  # fmt: skip
+    """Write the normalised latent vector, of size R, and the rotated key, of E features, of each of T tokens to the KV
+    cache of latent attention; write the last E features of the queries, rotated, to `wide_TNC`. N heads, C = R + E.
+
+    parts: rows begin with latent vector and key. q_TND: queries, [T, N, D]; may be strided views of rows. wide_TNC:
+    [T, N, C], contiguous, of which the last E elements are written. cache: [slots, 1, C]. tiles: has the position and
+    the cache slot of each token. tables: (cosine, sine) by position, float32 [positions, E / 2] each. norm: (weight
+    [R], epsilon) of the RMSNorm."""
+    (tokens, heads, size), half, rank = q_TND.shape, tables[0].shape[1], len(norm[0])
+    attention.rotate_and_store_latent[(tokens, 1 + heads)](
+        parts, q_TND, wide_TNC, cache, tiles.positions, tiles.slots, *tables, *norm, parts.stride(0), q_TND.stride(0),
+        heads, size, rank, half, triton.next_power_of_2(rank), triton.next_power_of_2(half), num_warps=1,
+    )  # fmt: skip
+
+
+def multiply_heads(x_TNX: Tensor, weight_NYX: Tensor, out_TNY: Tensor) -> None:
+    """Write the products of each of N heads, x Wᵀ, to `out_TNY` [T, N, Y], for T tokens, X inputs and Y outputs of a
+    head. The bits of a token do not depend on the other tokens. The tensors may be strided views; the last dimension of
+    input and output is contiguous.
+
+    x_TNX: input x, [T, N, X]. weight_NYX: W, [N, Y, X]."""
+    (tokens, heads, inner), columns = x_TNX.shape, weight_NYX.shape[1]
+    grid = triton.cdiv(tokens, _PRODUCT_ROWS), triton.cdiv(columns, 64), heads
+    attention.multiply_heads[grid](
+        x_TNX, weight_NYX, out_TNY, tokens, columns, inner, *x_TNX.stride()[:2], *weight_NYX.stride(),
+        *out_TNY.stride()[:2], _PRODUCT_ROWS, 64, 64 if x_TNX.dtype.itemsize == 2 else 32, num_warps=4, num_stages=2,
     )  # fmt: skip
 
 
 def attend(
-    qkv: torch.Tensor, cache: Pair, tiles: Tiles, window: int | None, scores: tuple[float, float, torch.Tensor | None],
-    scratch: torch.Tensor, arrivals: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    """Return the causal attention of a step's T tokens over the cached keys and values of their sequences, [T, N D]. N
-    query heads, K key-value heads, head size D.
+    qkv: Tensor, cache: Sequence[Tensor], tiles: Tiles, scores: Scores, scratch: Tensor,
+    arrivals: Tensor,
+) -> Tensor:  # fmt: skip
+    """Return the causal attention of a step's T tokens over the cached keys and values of their sequences, [T, N V]. N
+    query heads, K key-value heads, size D of a key, size V of a value.
 
     Each context is split into sections of `SECTION` keys, counted from position 0. The sections are computed in
     parallel, and merged in order (Flash-Decoding).
 
-    qkv: [T, (N + 2K) D]; only its first N D columns, the queries, are read. cache: (keys, values), each [C, K, D] for C
-    slots. tiles: tokens that are computed together. window: number of keys that a token attends to, the token's key
-    included (None: all keys). scores: (scale of the scores, softcap c that turns scores x into c tanh(x / c) or 0 for
-    none, attention sink of each query head [N] or None). scratch: float32 buffer for partial results, large enough for
-    at least one tile. arrivals: int32 counters, one for each (tile, key-value head), zeros before and after the call.
+    qkv: [T, (N + 2K) D]; only its first N D columns, the queries, are read; V = D. cache: (keys, values), each [C, K,
+    D] for C slots. Latent attention: qkv: [T, N D]. cache: (keys), [C, 1, D], whose first V elements are the values.
+    tiles: tokens that are computed together. scores: settings of the scores. scratch: float32 buffer for partial
+    results, large enough for at least one tile. arrivals: int32 counters, one for each (tile, group of query heads that
+    one program computes), zeros before and after the call.
     """
-    keys, values = cache
-    kv_heads, size = keys.shape[1:]
-    heads = qkv.shape[1] // size - 2 * kv_heads
+    keys, values, shared = cache[0], cache[-1], scores.key_only
+    kv_heads, size = keys.shape[1], keys.shape[2] - shared
+    heads = qkv.shape[1] // (size + shared) - (0 if shared else 2 * kv_heads)
+    kv_heads = scores.groups or kv_heads
     group, count = heads // kv_heads, tiles.numbers.shape[1]
     out = qkv.new_empty(len(qkv), heads * size)
     sections = triton.cdiv(tiles.tables.shape[1] * BLOCK_TOKENS, SECTION)
-    padded = max(16, triton.next_power_of_2(size))
+    padded, padded_shared = (max(16, triton.next_power_of_2(each)) for each in (size, shared))
     at_once = min(count, max(1, scratch.numel() // (tiles.tokens * heads * sections * (size + 2))))
     assert at_once * tiles.tokens * heads * sections * (size + 2) <= scratch.numel(), "scratch for one tile"
     assert at_once * kv_heads <= arrivals.numel()
     stats = scratch[at_once * tiles.tokens * heads * sections * size :]
-    step = 64 if keys.dtype.itemsize == 2 else 32
-    scale, softcap, sinks = scores
+    step = (64 if keys.dtype.itemsize == 2 else 32) // (2 if shared else 1)
+    softcap, sinks = scores.softcap, scores.sinks
     for begin in range(0, count, at_once):
         numbers = tiles.numbers[:, begin : begin + at_once]
         many = numbers.shape[1]
-        shared = min(sections, max(1, _PROGRAMS // (many * kv_heads)))
-        kernels.attend[(many, kv_heads, shared)](
+        programs = min(sections, max(1, _PROGRAMS // (many * kv_heads)))
+        attention.attend[(many, kv_heads, programs)](
             qkv, keys, values, tiles.positions, numbers, tiles.tables, scratch, stats, arrivals, out,
-            out if sinks is None else sinks, scale, softcap,
-            qkv.shape[1], tiles.tables.stride(0), numbers.stride(0), tiles.tokens, sections, window or 0,
-            softcap != 0, sinks is not None, kv_heads, group, triton.next_power_of_2(group), tiles.rows, size, padded,
-            SECTION, step, BLOCK_TOKENS, _PDL,
+            out if sinks is None else sinks, scores.scale, softcap,
+            qkv.shape[1], tiles.tables.stride(0), numbers.stride(0), tiles.tokens, sections, scores.window or 0,
+            scores.chunks, softcap != 0, sinks is not None, kv_heads, group, triton.next_power_of_2(group), tiles.rows,
+            size, padded, shared, padded_shared, SECTION, step, BLOCK_TOKENS, _PDL,
             num_warps=4, num_stages=2, **_LAUNCH,
         )  # fmt: skip
     return out
 
 
-def product(
-    x_TX: torch.Tensor, weight_YX: torch.Tensor, bias_Y: torch.Tensor | None = None, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def product(x_TX: Tensor, weight_YX: Tensor, bias_Y: Tensor | None = None, dtype: Any | None = None) -> Tensor:
     """Return the matrix product x Wᵀ + b, [T, Y], for T tokens, X inputs and Y outputs. The product is batch-invariant:
     the bits of each row do not depend on the number of rows T, because tile sizes and split-K depend on the weight's
     shape alone.
@@ -145,7 +168,7 @@ def product(
     while triton.cdiv(columns, block) * splits < 256 and inner >= 1024 * splits:
         splits *= 2
     out = x_TX.new_empty(rows, columns, dtype=dtype)
-    target = out if splits == 1 else x_TX.new_empty(splits, rows, columns, dtype=torch.float32)
+    target = out if splits == 1 else x_TX.new_empty(splits, rows, columns, dtype=x_TX.new_empty(0).float().dtype)
     grid = triton.cdiv(rows, _PRODUCT_ROWS), triton.cdiv(columns, block), splits
     bias = weight_YX if bias_Y is None else bias_Y
     has_bias = bias_Y is not None
@@ -159,9 +182,9 @@ def product(
 
 
 def gemv(
-    x_1X: torch.Tensor, weight: torch.Tensor, bias_Y: torch.Tensor | None = None, dtype: torch.dtype | None = None, *,
-    norm: tuple[torch.Tensor, float] | None = None, delta_1X: torch.Tensor | None = None, gated: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    x_1X: Tensor, weight: Tensor, bias_Y: Tensor | None = None, dtype: Any | None = None, *,
+    norm: tuple[Tensor, float] | None = None, delta_1X: Tensor | None = None, gated: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute a matrix-vector product for a single token. Return (v Wᵀ + b, [1, Y]; x + delta, [1, X]), for X inputs
     and Y outputs. v is the RMSNorm of x + delta, or x itself if `norm` is None.
 
@@ -175,7 +198,7 @@ def gemv(
     padded = triton.next_power_of_2(inner)
     block = max(1, _GEMV_ELEMENTS // padded // (2 if gated else 1))
     out = x_1X.new_empty(1, columns, dtype=dtype)
-    sum_1X = x_1X if delta_1X is None else torch.empty_like(x_1X)
+    sum_1X = x_1X if delta_1X is None else x_1X.new_empty(x_1X.shape)
     norm_X, epsilon = norm or (x_1X, 0.0)
     kernels.gemv[(triton.cdiv(columns, block),)](
         x_1X, x_1X if delta_1X is None else delta_1X, norm_X, weight, weight if bias_Y is None else bias_Y, out, sum_1X,
@@ -185,7 +208,7 @@ def gemv(
     return out, sum_1X
 
 
-def grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def grouped_product(x_NX: Tensor, weight_EYX: Tensor, ends_E: Tensor) -> Tensor:
     """Return the grouped GEMM of E experts, [N, Y]: each of the N rows of `x_NX` times the transposed weight of the
     row's expert, for X inputs and Y outputs. The rows are (token, expert) pairs sorted by expert.
 
@@ -213,7 +236,7 @@ def _launch_product(grid: Any, x: Any, weight: Any, bias: Any, out: Any, rows: A
     )  # fmt: skip
 
 
-def swiglu(up_TF: torch.Tensor) -> torch.Tensor:
+def swiglu(up_TF: Tensor) -> Tensor:
     """Return SwiGLU of the output of an MLP's gate and up projection, [T, F] for T tokens and intermediate size F:
     silu(first F columns of `up_TF`, the gate) * its last F columns. up_TF: [T, 2F]."""
     width = up_TF.shape[1] // 2
@@ -222,7 +245,7 @@ def swiglu(up_TF: torch.Tensor) -> torch.Tensor:
     return out_TF
 
 
-def summarize_logits(logits_RV: torch.Tensor, draws_3R: torch.Tensor) -> torch.Tensor:
+def summarize_logits(logits_RV: Tensor, draws_3R: Tensor) -> Tensor:
     """Return seven figures of each of R rows of logits, float64 [R, 7]: 0: ID of the most likely token (the lowest
     among equals); 1: its logit (NaN if any is NaN); 2: sum over the vocabulary of exp(logit - highest); 3: sum of
     exp((logit - highest) / temperature); 4: ID of the drawn token; 5: its logit; 6: logit of the target token.
