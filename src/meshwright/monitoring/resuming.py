@@ -25,6 +25,7 @@ RESUMABLE = (
     "train.steps",
     "train.decay",  # the decay phase of a WSD schedule is often chosen late
     "train.compile",
+    "train.tensor_overlap",
     "train.deterministic",
     "train.validate_every",
     "train.validation_sequences",

@@ -29,6 +29,8 @@ class ModuleRecipe(Recipe):
             raise ValueError(f'adapter.base "{self.adapter.base}" packs built-in models; here the base stays as it is')
         if self.train.compile:
             raise ValueError("train.compile is for built-in models; call module.compile() in build")
+        if self.train.tensor_overlap != "off":
+            raise ValueError("train.tensor_overlap is for built-in models, whose products are split over tp")
         if self.train.objective not in (None, "next-token"):
             raise ValueError(
                 f'train.objective "{self.train.objective}" is for built-in models; here the script defines the loss'
