@@ -1,6 +1,6 @@
 """Parts of a training step that only GPUs have: weight gradients added in float32, batches loaded a step in advance,
-CUDA graphs of forward and backward, the gradient norm in few kernels, expandable memory segments, pinned snapshots.
-Cases of `one_gpu.py`."""
+CUDA graphs of forward and backward, the gradient norm in few kernels, expandable memory segments, pinned snapshots,
+products in chunks. Cases of `one_gpu.py`."""
 
 from __future__ import annotations
 
@@ -164,6 +164,47 @@ def snapshot_is_pinned(device: str, shape: dict[str, int]) -> dict[str, float]:
     }
 
 
+def chunked_product(device: str, shape: dict[str, int], ranks: int) -> dict[str, float]:
+    """The up projection of one of `ranks` tensor-parallel ranks, for the tokens of all ranks: seconds as one product,
+    in chunks as `comm/products.py` multiplies (each the tokens of one rank), and in chunks while another stream copies
+    as many bytes as arrive meanwhile; the relative difference between the results. One GPU has no link to another: the
+    copies take memory bandwidth, but no time of a link."""
+    rows, hidden, width = shape["batch"] * shape["sequence"] // ranks, shape["hidden"], shape["intermediate"]
+    cuda = device.startswith("cuda")
+    make = torch.Generator(device).manual_seed(0)
+    dtype = torch.bfloat16
+    x = torch.randn(ranks, rows, hidden, device=device, generator=make).to(dtype)
+    weight = torch.randn(2 * width // ranks, hidden, device=device, generator=make).to(dtype)
+    found = {name: torch.empty(ranks, rows, len(weight), device=device, dtype=dtype) for name in ("whole", "chunks")}
+    arrived = torch.empty_like(x)
+    library: Any = torch.cuda
+    stream: Any = library.Stream() if cuda else None
+
+    def whole() -> None:
+        """All tokens at once."""
+        torch.mm(x.flatten(0, 1), weight.T, out=found["whole"].flatten(0, 1))
+
+    def chunks() -> None:
+        """The tokens of each rank in turn."""
+        for source in range(ranks):
+            torch.mm(x[source], weight.T, out=found["chunks"][source])
+
+    def beside() -> None:
+        """In chunks, while the next chunk is copied."""
+        if cuda:
+            stream.wait_stream(library.current_stream())
+        with library.stream(stream):
+            arrived[1:].copy_(x[1:])
+        chunks()
+        if cuda:
+            library.current_stream().wait_stream(stream)
+
+    cases = (("whole", whole), ("chunks", chunks), ("chunks_beside_copies", beside))
+    seconds = {f"{name}_seconds": step_seconds(run, 3, 10, cuda) for name, run in cases}
+    difference = (found["whole"].float() - found["chunks"].float()).norm() / found["whole"].float().norm()
+    return seconds | {"difference": float(difference)}
+
+
 def step_cases(cases: Any, device: str, shapes: dict[str, dict[str, int]]) -> None:
     """Run all of these; on a CPU to try the script. shapes: by name.
 
@@ -176,6 +217,9 @@ def step_cases(cases: Any, device: str, shapes: dict[str, dict[str, int]]) -> No
         wide = partial(wide_gradients, device, shape)
         cases.run("weight gradients", name, wide, lambda found: found["inside_error"] < 1e-4 < found["after_error"])
         less = {**shape, "layers": 2}
+        for ranks in (2, 4, 8):
+            chunked = partial(chunked_product, device, shape, ranks)
+            cases.run("product in chunks", f"{name}, tp{ranks}", chunked, lambda found: found["difference"] < 1e-2)
         norm = partial(norm_error, device, less)
         cases.run("gradient norm", f"{name}, 2 layers", norm, lambda found: found["error"] < 1e-6)
     first, shape = next(iter(shapes.items()))

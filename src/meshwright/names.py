@@ -122,6 +122,7 @@ DISTILLATION_LOSSES = ("forward_kl", "reverse_kl", "jsd")
 TEACHER_LAYOUTS = ("same", "replicated", "zero3", "replicated tp1", "zero3 tp1")
 TEACHER_DTYPES = ("float32", "bfloat16", "float16", "float64")
 CHECKPOINT_DTYPES = ("float32", "bfloat16")
+TENSOR_OVERLAPS = ("off", "auto", "chunks")
 DEVICES = ("auto", "cpu", "cuda")
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -144,19 +146,39 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
     return handles
 
 
-def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
-    """Shift tensors around the ring of `axis`: send `source` to the next rank, and receive into `output` the `source`
-    of the previous rank. Return a handle to wait on.
+def rotate(
+    output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False, distance: int = 1
+) -> Handle:
+    """Shift tensors around the ring of `axis`: send `source` to the rank at `distance` after this one, and receive into
+    `output` the `source` of the rank at `distance` before it. Return a handle to wait on.
 
     On an axis of size 1 `output` is a copy of `source`. site: label of the call in traces, byte counts and errors.
     async_op: return before completion.
     """
-    call = _record_call("rotate", axis, site, source.nbytes, source.nbytes)
+    operation = "rotate" if distance == 1 else f"rotate {distance}"  # ranks that disagree on it make different calls
+    call = _record_call(operation, axis, site, source.nbytes, source.nbytes)
     if call is None:
         return _copy_or_zero(output, source, axis)
     source = _drop_source(call, source)
     over, _ = call.redirect(ordered=False)  # a shifted ring is the same ring
-    return _post_call(lambda: transport.rotate(output, source, over), call, output, async_op)
+    return _post_call(lambda: transport.rotate(output, source, over, distance), call, output, async_op)
+
+
+_QUEUED = SimpleNamespace(wait=lambda *timeout: None)
+"""Work handle of kernels on the current stream, which later work on the stream follows: nothing is waited for."""
+
+
+def run_fused(run: Callable[..., Any], operation: str, payload: int, axis: Axis, site: str) -> Any:
+    """Run kernels that compute and communicate, and record their communication as one call. Return what `run` returns.
+
+    run: function that queues the kernels; its argument is the name of the process group. operation: such as
+    "all_gather". payload: bytes of the whole vector. site: label of the call in traces, byte counts and errors."""
+    assert axis.group is not None
+    call = _record_call(operation, axis, site, payload, payload * (axis.size - 1) // axis.size)
+    made = run(axis.group.group_name)
+    if call is not None:
+        _post_call(lambda: ([_QUEUED], None), call, torch.empty(0, device=axis.communicator.device), False)
+    return made
 
 
 def barrier(axis: Axis, site: str) -> None:
@@ -349,7 +371,7 @@ def _post_call(
         handle.then(partial(communicator.faults.corrupt_result, call.fault, output))
     if async_op:
         calls_in_flight[handle] = communicator
-    if communicator.meanwhile is not None and call.site.endswith(".backward"):
+    if communicator.meanwhile is not None and call.site.endswith(".backward") and "rotate" not in call.operation:
         communicator.meanwhile()
     if not async_op:
         handle.wait()

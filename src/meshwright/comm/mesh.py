@@ -68,6 +68,8 @@ class Communicator:
         """Returns the context manager in which a site's calls are posted; a profile labels their kernels with it."""
         self.meanwhile: Callable[[], None] | None = None
         """Called while a call of backward is in flight: queues other work on the device."""
+        self.product_overlap = "off"
+        """How tensor-parallel products overlap with their collective calls (`products.choose_product_overlap`)."""
         self.launched_rows: dict[str, tuple[Any, torch.Tensor]] = {}
         """Key of each axis over which rows are in flight (`operators.launch_rows`) -> handle and received rows."""
 
@@ -183,12 +185,7 @@ class Mesh:
     world: Axis
 
     def __init__(
-        self,
-        layout: Layout,
-        rank: int,
-        device: torch.device,
-        communicator: Communicator,
-        make_group: MakeGroup,
+        self, layout: Layout, rank: int, device: torch.device, communicator: Communicator, make_group: MakeGroup
     ) -> None:
         self.layout = layout
         self.rank = rank

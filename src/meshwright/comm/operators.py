@@ -183,8 +183,9 @@ def _forward_launch_rows(
 ) -> torch.Tensor:
     """Launch an all-to-all of rows and return a token (forward of `launch_rows`). site: label of the call in traces."""
     arrived = _empty_rows(x, sum(output_sizes))
-    counts = RowCounts(output_sizes, source_sizes)
-    handle = collectives.all_to_all(arrived, x.contiguous(), axis, site, counts, async_op=True)
+    sizes = RowCounts(output_sizes, source_sizes)
+    assert axis.key not in axis.communicator.launched_rows, f"{site}: another call over the axis is in flight"
+    handle = collectives.all_to_all(arrived, x.contiguous(), axis, site, sizes, async_op=True)
     axis.communicator.launched_rows[axis.key] = handle, arrived
     return x.new_empty(0)
 

@@ -178,17 +178,17 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Posted]:
     return [each for each in posted if each is not None]
 
 
-def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
-    """Post a ring shift: send `source` to the next rank of the axis, and receive into `output` the `source` of the
-    previous rank.
+def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis, distance: int = 1) -> Posted:
+    """Post a ring shift: send `source` to the rank of the axis at `distance` after this one, and receive into `output`
+    the `source` of the rank at `distance` before it.
 
     Returns (work handles, completion callback or None); the callback must be called when the work is complete.
     """
-    if axis.size == 1 and axis.backends[source.device.type] == "gloo":  # which has no connection of a rank to itself
+    if distance % axis.size == 0 and axis.backends[source.device.type] == "gloo":  # no rank is connected to itself
         output.copy_(source)
         return [], None
-    receive = Message(output, (axis.rank - 1) % axis.size, True, "", "rotate")
-    send = Message(source, (axis.rank + 1) % axis.size, False, "", "rotate")
+    receive = Message(output, (axis.rank - distance) % axis.size, True, "", "rotate")
+    send = Message(source, (axis.rank + distance) % axis.size, False, "", "rotate")
     (works, finish), (sent, _) = transfer([receive, send], axis)
     return works if works is sent else works + sent, finish
 

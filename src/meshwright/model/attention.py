@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.model.attention_inputs import AttentionInputs
 from meshwright.model.axis_operations import AxisOperations
-from meshwright.model.layers import Linear, RMSNorm, RowParallelLinear, normalise
+from meshwright.model.layers import ColumnParallelLinear, Linear, RMSNorm, RowParallelLinear, normalise
 from meshwright.model.rope import rotate
 from meshwright.model.tiled_attention import ScoreSettings
 from meshwright.spec.config import ModelConfig
@@ -36,14 +36,14 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
-        self.tensor = axes.tensor
         self.context = axes.context
         self.size = config.head_dim
         self.encoder = config.encoder
         self.heads = config.heads // axes.tensor.size
         self.kv_heads = max(1, config.kv_heads // axes.tensor.size)
         width = (self.heads + 2 * self.kv_heads) * self.size
-        self.qkv = Linear(config.hidden, width, config.qkv_bias, **options)
+        site = "attention.input"
+        self.qkv = ColumnParallelLinear(config.hidden, width, config.qkv_bias, axes.tensor, site, **options)
         self.projection_norm = config.projection_norm
         self.interleaved = config.rotary_interleaved
         self.scores = ScoreSettings(config.score_scale, config.attention_softcap or 0.0)
@@ -66,7 +66,6 @@ class Attention(nn.Module):
         """Return the attention output [B, S, H] for the hidden states `x_BSH`. With sequence parallelism, `x_BSH` and
         the output have only this rank's tokens. `inputs`: positions, mask and KV cache. The mask is from
         `make_attention_mask` in a decoder, from `make_bidirectional_mask` in an encoder."""
-        x_BSH = self.tensor.enter(x_BSH, "attention.input")
         heads_BSND = self.qkv(x_BSH).unflatten(-1, (-1, self.size))
         q, k, v = heads_BSND.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
         if self.query_norm is not None and self.key_norm is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,19 @@ X = TypeVar("X", Tensor, None)
 
 def do_nothing() -> None:
     """Compute nothing while a message is in flight."""
+
+
+class Overlap(NamedTuple):
+    """Overlap of the products of a tensor-parallel linear layer with their collective calls (`comm/products.py`).
+
+    `gathers`: True for a column-parallel layer, whose input is all-gathered; False for a row-parallel layer, whose
+    output is reduce-scattered. `keeps`: True if the gathered input is saved for backward, False if backward gathers it
+    again. `axis`: `Axis.key` of the tp ranks; `site`: label of the calls in traces."""
+
+    gathers: bool
+    keeps: bool
+    axis: str
+    site: str
 
 
 class TokenAxis:
@@ -66,6 +79,11 @@ class TensorOperations(TokenAxis):
         device `x_BSH` itself). The result is [B, S, H] or, with sequence parallelism, this rank's token slice [B, S /
         tp, H]. `site`: label of the call in traces."""
         return x_BSH
+
+    def overlap(self, gathers: bool, site: str) -> Overlap | None:
+        """Return the overlap of a linear layer's products with their collective calls; None: there is none, and `enter`
+        or `leave` is called. `gathers`: True for a column-parallel layer. `site`: label of the calls in traces."""
+        return None
 
     def average(self, x: Tensor, site: str) -> Tensor:
         """Return the mean of `x` (any shape) over the tp ranks; backward returns the mean of the ranks' gradients (on

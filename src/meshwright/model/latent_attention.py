@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from meshwright.model.attention_inputs import AttentionCache, AttentionInputs
 from meshwright.model.axis_operations import AxisOperations
-from meshwright.model.layers import Linear, RMSNorm, RowParallelLinear
+from meshwright.model.layers import ColumnParallelLinear, Linear, RMSNorm, RowParallelLinear
 from meshwright.model.rope import rotate
 from meshwright.model.scaled_dot_product import AttentionMask
 from meshwright.model.tiled_attention import ScoreSettings
@@ -43,7 +43,6 @@ class LatentAttention(nn.Module):
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
         assert config.latent is not None
-        self.tensor = axes.tensor
         self.context = axes.context
         self.latent = config.latent
         self.heads = config.heads // axes.tensor.size
@@ -51,7 +50,8 @@ class LatentAttention(nn.Module):
         self.plain = config.head_dim - config.latent.rotary_dim
         rank, query_rank = config.latent.rank, config.latent.query_rank
         query = self.heads * self.size
-        self.qkv = Linear(config.hidden, (query_rank or query) + config.latent.cached_dim, False, **options)
+        outputs = (query_rank or query) + config.latent.cached_dim
+        self.qkv = ColumnParallelLinear(config.hidden, outputs, False, axes.tensor, "attention.input", **options)
         self.query_norm = self.query_up = None
         if query_rank is not None:
             self.query_norm = RMSNorm(query_rank, _NORM_EPSILON, **options)
@@ -70,7 +70,7 @@ class LatentAttention(nn.Module):
         assert inputs.rotation is not None
         cosine, sine = inputs.rotation
         assert sine is not None
-        parts = self.qkv(self.tensor.enter(x_BSH, "attention.input"))
+        parts = self.qkv(x_BSH)
         rank, rotary = self.latent.rank, self.latent.rotary_dim
         q, latent_BSR, k_rotary_BSE = parts.split([parts.shape[-1] - rank - rotary, rank, rotary], dim=-1)
         if self.query_norm is not None and self.query_up is not None:

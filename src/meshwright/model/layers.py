@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.model.axis_operations import AxisOperations, TensorOperations
+from meshwright.model.axis_operations import AxisOperations, Overlap, TensorOperations
 from meshwright.model.precision import at_least_float32
 from meshwright.model.weight_gradients import Taps, WeightGradients, linear
 from meshwright.quantization.packing import QuantizedMatmul
@@ -62,17 +62,38 @@ class Linear(nn.Module):
         return linear(x, self.weight, None, self.weight_gradients, self.taps)
 
 
-class RowParallelLinear(Linear):
-    """Row-parallel linear layer: the ranks' partial products are summed over tensor parallelism before the bias is
-    added.
+class ParallelLinear(Linear):
+    """Base class of linear layers that tensor parallelism splits.
 
-    `x`: input size on this rank; `y`: output size; `bias`: True for a layer with bias; `tensor`: communication of
-    tensor parallelism; `site`: label of the sum in traces; `options`: `device` and `dtype` of the parameters."""
+    `x`, `y`: input and output size on this rank; `bias`: True for a layer with bias; `tensor`: communication of tensor
+    parallelism; `site`: label of the layer's calls in traces; `options`: `device` and `dtype` of the parameters."""
 
     def __init__(self, x: int, y: int, bias: bool, tensor: TensorOperations, site: str, **options: Any) -> None:
         super().__init__(x, y, bias, **options)
         self.tensor = tensor
         self.site = site
+
+    def _overlap(self, gathers: bool) -> Overlap | None:
+        """Return the overlap of the layer's products with their collective calls; None: there is none. `gathers`: True
+        for a column-parallel layer."""
+        return self.tensor.overlap(gathers, self.site) if self.adapter is None and self.packed is None else None
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """Column-parallel linear layer: each rank computes some of the output features, for the tokens of all ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's output features [B, S, Y] of x Wᵀ + b. `x`: input [B, S, X]; with sequence parallelism
+        this rank's token slice of it."""
+        overlap = self._overlap(gathers=True)
+        if overlap is None:
+            return super().forward(self.tensor.enter(x, self.site))
+        return linear(x, self.weight, self.bias, self.weight_gradients, self.taps, overlap)
+
+
+class RowParallelLinear(ParallelLinear):
+    """Row-parallel linear layer: the ranks' partial products are summed over tensor parallelism before the bias is
+    added."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b, [..., Y], with x Wᵀ summed over the tp ranks. `x`: this rank's slice [..., X] of the input
@@ -80,7 +101,11 @@ class RowParallelLinear(Linear):
         """
         if self.tensor.trivial:
             return super().forward(x)
-        y = self.tensor.leave(self._product(x), self.site)
+        overlap = self._overlap(gathers=False)
+        if overlap is None:
+            y = self.tensor.leave(self._product(x), self.site)
+        else:
+            y = linear(x, self.weight, None, self.weight_gradients, self.taps, overlap)
         return y if self.bias is None else y + self.bias
 
 
@@ -158,17 +183,17 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, width: int | None = None, **options: Any) -> None:
         super().__init__()
-        self.tensor = axes.tensor
         self.gated = config.gated
         self.activation = config.activation
         width = config.intermediate // axes.tensor.size if width is None else width
-        self.up = Linear(config.hidden, width * (2 if config.gated else 1), config.mlp_bias, **options)
+        outputs = width * (2 if config.gated else 1)
+        self.up = ColumnParallelLinear(config.hidden, outputs, config.mlp_bias, axes.tensor, "mlp.input", **options)
         self.down = RowParallelLinear(width, config.hidden, config.mlp_bias, axes.tensor, "mlp.output", **options)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         """Return the MLP output [B, S, H] for the hidden states `x_BSH` (with sequence parallelism, input and output
         are this rank's token slices)."""
-        up = self.up(self.tensor.enter(x_BSH, "mlp.input"))
+        up = self.up(x_BSH)
         if not self.gated:
             return self.down(activate(up, self.activation))
         gate_BSF, up_BSF = up.chunk(2, dim=-1)

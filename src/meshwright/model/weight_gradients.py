@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.model.axis_operations import Overlap
 from meshwright.model.grouped_product import grouped_product, sum_bias_gradients
 
 Multiply = Callable[..., Tensor]
@@ -149,80 +150,87 @@ class Taps(NamedTuple):
 
 
 def linear(
-    x: Tensor, weight: nn.Parameter, bias: Tensor | None, queue: WeightGradients | None, taps: Taps | None = None
-) -> Tensor:
+    x: Tensor, weight: nn.Parameter, bias: Tensor | None, queue: WeightGradients | None, taps: Taps | None = None,
+    overlap: Overlap | None = None,
+) -> Tensor:  # fmt: skip
     """Return x Wᵀ + b, [..., Y], for x [..., X], weight W [Y, X] and `bias` b (None: 0).
 
     `queue`: backward defers the computation of the weight gradient to it; None: autograd computes the weight gradient.
     `taps`: dummy inputs whose gradients carry dy and x out of a compiled backward to the queue; None: a layer with a
-    queue runs outside of compiled graphs."""
-    if queue is None or not torch.is_grad_enabled() or not weight.requires_grad:
+    queue runs outside of compiled graphs. `overlap`: the products overlap with an all-gather of x or a reduce-scatter
+    of the result, of which this function returns the rank's tokens; None: nothing is communicated."""
+    queued = queue is not None and torch.is_grad_enabled() and weight.requires_grad
+    if overlap is None and not queued:
         return F.linear(x, weight, bias)
-    if taps is not None and torch.compiler.is_compiling():
-        return _TappedLinear.apply(x, weight, bias, taps.dy, taps.x)
-    return _apply_uncompiled(_Linear, x, weight, bias, queue)
+    if taps is not None and queued and torch.compiler.is_compiling():
+        return _Linear.apply(x, weight, bias, None, overlap, *taps)
+    return (_apply_uncompiled if queued else _apply_function)(_Linear, x, weight, bias, queue, overlap)
 
 
 class _Linear(torch.autograd.Function):
     """Autograd function of a linear layer. Its backward computes the gradients of input and bias, but only hands dy and
-    x to a queue, which computes the weight gradient dyᵀ x immediately or later."""
+    x to a queue, which computes the weight gradient dyᵀ x immediately or later.
+
+    In a compiled graph backward cannot write to a queue. There it returns dy and x as the gradients of two extra
+    inputs, the taps. Outside of the graph, the backward of the function that made the taps receives them and queues the
+    computation. Without queue and taps backward returns the weight gradient."""
 
     @staticmethod
     def forward(
-        context: Any, x: Tensor, weight_YX: nn.Parameter, bias: Tensor | None, queue: WeightGradients
-    ) -> Tensor:
+        context: Any, x: Tensor, weight_YX: nn.Parameter, bias: Tensor | None, queue: WeightGradients | None,
+        overlap: Overlap | None, *taps: Tensor,
+    ) -> Tensor:  # fmt: skip
         """Return x Wᵀ + b, [..., Y], for x [..., X], W (`weight_YX`) and b [Y] (`bias`; None: 0). `queue`: receives dy
-        and x in backward."""
+        and x in backward. `overlap`: see `linear`. `taps`: none, or those of dy [..., Y] and x [..., X], which are not
+        read."""
+        if overlap is None:
+            y = F.linear(x, weight_YX, bias)
+        else:
+            x, y = _multiply_overlapped(x, weight_YX.T, overlap, overlap.gathers, overlap.site)
+            y = y if bias is None else y + bias
         context.save_for_backward(x, weight_YX)
         context.weight = weight_YX
         context.queue = queue
-        return F.linear(x, weight_YX, bias)
+        context.overlap = overlap
+        context.tapped = len(taps) > 0
+        return y
 
     @staticmethod
     def backward(context: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of `x` and `bias` (None for the weight); hand (dy, x) to the queue, which computes the
-        weight gradient."""
-        x, dx, d_bias = _differentiate_input_and_bias(context, dy)
-        if context.needs_input_grad[1]:  # detached: a queue must not hold the graph
-            context.queue.submit(context.weight, None, dy.flatten(0, -2), x.detach().flatten(0, -2))
-        return dx, None, d_bias, None
+        """Return the gradients of `x` and `bias`, and of the weight or the taps; or hand (dy, x) to the queue, which
+        computes the weight gradient."""
+        x, weight_YX = context.saved_tensors  # read once, as activation checkpointing allows
+        needs_x, needs_weight, needs_bias = context.needs_input_grad[:3]
+        overlap, dx = context.overlap, None
+        if overlap is not None:
+            dy, dx = _multiply_overlapped(dy, weight_YX, overlap, not overlap.gathers, overlap.site + ".backward")
+            if overlap.gathers and not overlap.keeps:
+                x = torch.ops.meshwright.gather_from(x, overlap.axis, overlap.site, 1)
+        dy_NY = dy.flatten(0, -2)
+        if overlap is None and needs_x:
+            dx = (dy_NY @ weight_YX).view(x.shape)
+        d_bias = dy_NY.sum(dim=0) if needs_bias else None
+        if context.tapped:
+            return dx, None, d_bias, None, None, dy, x
+        x_NX, d_weight = x.detach().flatten(0, -2), None  # detached: a queue must not hold the graph
+        if needs_weight and context.queue is not None:
+            context.queue.submit(context.weight, None, dy_NY, x_NX)
+        elif needs_weight:
+            d_weight = dy_NY.T @ x_NX
+        return dx, d_weight, d_bias, None, None
 
 
-def _differentiate_input_and_bias(context: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return a linear layer's input x, and the gradients of x and bias (None where not required), given the output
-    gradient `dy`.
-
-    context: autograd context; its saved tensors are read once, because activation checkpointing allows only one read in
-    a backward.
-    """
-    x, weight_YX = context.saved_tensors
-    needs_x, _, needs_bias = context.needs_input_grad[:3]
-    dy_NY = dy.flatten(0, -2)
-    dx = (dy_NY @ weight_YX).view(x.shape) if needs_x else None
-    d_bias = dy_NY.sum(dim=0) if needs_bias else None
-    return x, dx, d_bias
-
-
-class _TappedLinear(torch.autograd.Function):
-    """Autograd function of a linear layer in a compiled graph, where backward cannot write to a queue. Its backward
-    returns dy and x as the gradients of two extra inputs, the taps. Outside of the graph, the backward of the function
-    that made the taps receives them and queues the computation of the weight gradient dyᵀ x."""
-
-    @staticmethod
-    def forward(
-        context: Any, x: Tensor, weight_YX: nn.Parameter, bias: Tensor | None, dy_tap: Tensor, x_tap: Tensor
-    ) -> Tensor:
-        """Return x Wᵀ + b, [..., Y], for x [..., X], `weight_YX` W and `bias` b (None: 0). `dy_tap` [..., Y] and
-        `x_tap` [..., X] are not read; backward returns dy and x as their gradients."""
-        context.save_for_backward(x, weight_YX)
-        return F.linear(x, weight_YX, bias)
-
-    @staticmethod
-    def backward(context: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of all inputs: of `x` and `bias` as usual, None for the weight, dy and x for the
-        taps."""
-        x, dx, d_bias = _differentiate_input_and_bias(context, dy)
-        return dx, None, d_bias, dy, x
+def _multiply_overlapped(
+    x: Tensor, matrix: Tensor, overlap: Overlap, gathers: bool, site: str
+) -> tuple[Tensor, Tensor]:
+    """Multiply `x` by `matrix` while tokens are all-gathered (`gathers`) or products reduce-scattered. Return (the
+    operand of the weight gradient: `x`, gathered unless backward gathers it again; the product). `site`: label of the
+    calls."""
+    if not gathers:
+        return x, torch.ops.meshwright.product_scatter(x, matrix, overlap.axis, site)
+    keeps = overlap.keeps or not overlap.gathers
+    y, gathered = torch.ops.meshwright.gather_product(x, matrix, overlap.axis, site, keeps)
+    return gathered if keeps else x, y
 
 
 class _MakeTaps(torch.autograd.Function):

@@ -25,6 +25,7 @@ RESUMABLE = (
     "train.steps",
     "train.decay",  # the decay phase of a WSD schedule is often chosen late
     "train.compile",
+    "train.tensor_overlap",
     "train.deterministic",
     "train.cuda_graphs",
     "train.validate_every",

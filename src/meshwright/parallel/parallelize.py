@@ -40,7 +40,7 @@ def build_axes(mesh: Mesh) -> AxisOperations:
     (`parallel/zero_engine.py`, `parallel/pipeline.py`)."""
     layout = mesh.layout
     return AxisOperations(
-        tensor=TensorParallel(mesh.tp, layout.tensor_sequence_parallel),
+        tensor=TensorParallel(mesh.tp, layout.tensor_sequence_parallel, layout.recompute != "selective"),
         context=make_context_operations(mesh),
         dispatcher=AllToAllTokenDispatcher(mesh.ep, mesh.etp) if layout.expert_parallel else None,
         recompute=ActivationCheckpointing(layout.recompute),

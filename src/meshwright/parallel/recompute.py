@@ -20,6 +20,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import meshwright.comm.operators
+import meshwright.comm.products
 import meshwright.model.grouped_product
 import meshwright.model.tiled_attention
 import meshwright.model.varlen_attention
@@ -37,7 +38,8 @@ def _get_overloads(namespace: Any, *names: str) -> frozenset[Any]:
     return frozenset(getattr(namespace, name).default for name in names)
 
 
-MATRIX_PRODUCTS = _get_overloads(aten, "mm", "addmm", "linear") | _get_overloads(ours, "grouped_product")
+MATRIX_PRODUCTS = _get_overloads(aten, "mm", "addmm", "linear")
+MATRIX_PRODUCTS |= _get_overloads(ours, "grouped_product", "gather_product", "product_scatter")
 KERNELS = "flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"
 RING = _get_overloads(ours, "ring_attention", "flash_ring_attention")
 ATTENTION = RING | _get_overloads(ours, "tiled_attention", "varlen_attention")

@@ -10,7 +10,8 @@ Communication: conjugate pairs of operators (comm/operators.py); what one does f
     enter: identity     | all-reduce         leave: all-reduce     | identity        (f and g of arXiv:1909.08053)
     enter: all-gather   | reduce-scatter     leave: reduce-scatter | all-gather      (g and its conjugate, with slices)
 
-Overlap: none inside a layer, where each product needs the call before it; the sums of partial gradients are in flight
+Overlap: with `train.tensor_overlap` a product is computed in chunks while other chunks of its all-gather or reduce-
+scatter are in flight (comm/products.py), else none inside a layer. The sums of partial gradients are in flight
 together.
 Gradients: tensors that several ranks replicate and use for their own tokens or heads alone get partial gradients:
 norms, learned positions and biases after a reduce-scatter (sequence parallelism), norms of queries and keys, key-value
@@ -26,7 +27,7 @@ import torch
 from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Axis, Mesh
 from meshwright.comm.operators import copy_to, gather_from, join_from, reduce_from, reduce_scatter_to, split_to
-from meshwright.model.axis_operations import TensorOperations
+from meshwright.model.axis_operations import Overlap, TensorOperations
 from meshwright.parallel.zero import FsdpUnit
 from meshwright.spec.parameters import ParameterTable
 
@@ -39,10 +40,12 @@ class TensorParallel(TensorOperations):
     input.
 
     `sequence_parallel`: True if each rank holds only a slice of the tokens outside of column- and row-parallel
-    products."""
+    products. `keeps_gathered`: True if products that overlap with an all-gather save the gathered input for backward;
+    False if backward gathers it again, as selective activation checkpointing does."""
 
-    def __init__(self, axis: Axis, sequence_parallel: bool) -> None:
+    def __init__(self, axis: Axis, sequence_parallel: bool, keeps_gathered: bool = True) -> None:
         self.axis = axis
+        self.keeps_gathered = keeps_gathered
         self.sequence_parallel = sequence_parallel
         self.size = axis.size
         self.rank = axis.rank
@@ -63,6 +66,13 @@ class TensorParallel(TensorOperations):
 
         `site`: label of the call in traces."""
         return (reduce_scatter_to if self.sequence_parallel else reduce_from)(x_BSH, self.axis, site)
+
+    def overlap(self, gathers: bool, site: str) -> Overlap | None:
+        """Return the overlap of a linear layer's products with their all-gather (`gathers`) or reduce-scatter; None
+        without sequence parallelism, or if the run has no overlap. `site`: label of the calls in traces."""
+        if self.trivial or not self.sequence_parallel or self.axis.communicator.product_overlap == "off":
+            return None
+        return Overlap(gathers, self.keeps_gathered, self.axis.key, site)
 
     def reduce(self, x: torch.Tensor, site: str) -> torch.Tensor:
         """Return the sum of `x` (any shape) over the tp ranks; backward passes the gradient through unchanged. `site`:

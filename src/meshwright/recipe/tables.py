@@ -18,6 +18,7 @@ from meshwright.names import (
     LEARNING_RATE_SCHEDULES,
     OBJECTIVES,
     OPTIMIZERS,
+    TENSOR_OVERLAPS,
     unknown,
 )
 from meshwright.tables import (
@@ -191,6 +192,8 @@ class TrainRecipe(Table):
         compile: Run layers under torch.compile.
         deterministic: Use deterministic GPU kernels only.
         cuda_graphs: On a GPU, launch forward and backward of a step as one CUDA graph.
+        tensor_overlap: Overlap of tensor-parallel products with their collectives: "off"; "auto": on GPUs, by symmetric
+            memory or in chunks; "chunks": in chunks on any device.
         log_every: Steps between log lines.
         slow_rank_factor: Report a rank slower than the median rank by this factor.
         profile: Steps to trace, "10" or "10:12" (inclusive).
@@ -220,6 +223,7 @@ class TrainRecipe(Table):
     compile: bool = False
     deterministic: bool = False
     cuda_graphs: bool = False
+    tensor_overlap: Annotated[str, named("tensor_overlap", TENSOR_OVERLAPS)] = "off"  # products with their collectives
     validate_every: CountOrZero = 0  # steps; 0 = never
     validation_sequences: Annotated[int, Size("documents")] = 64
     maximum_skipped: CountOrZero = 10  # steps in a row whose loss or gradient is not finite

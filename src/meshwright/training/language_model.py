@@ -19,6 +19,7 @@ from meshwright.adapters.peft_directory import read_peft_adapter
 from meshwright.checkpoint.agreement import agree_on_adapter
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
+from meshwright.comm.products import choose_product_overlap
 from meshwright.data import PackedDataset, PackedExamples, PreparedData
 from meshwright.data.files import to_canonical_json
 from meshwright.layout import Layout
@@ -32,6 +33,7 @@ from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.stage_compute import Divisor
 from meshwright.parallel.step import ForwardBackward, TermCount
 from meshwright.planner.cost.data_calls import Work
+from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.flops import training_flops_per_token
 from meshwright.planner.cost.traffic import predicted_traffic, predicted_traffic_by_axis
 from meshwright.recipe import Recipe
@@ -75,6 +77,7 @@ class LanguageModelTask:
         self.table = parameter_table(config)
         arithmetic = arithmetic or Arithmetic(PARAMETER_DTYPES[layout.precision or "fp32"])
         set_matmul_precision(layout.precision, mesh.device)
+        mesh.communicator.product_overlap = choose_product_overlap(recipe.train.tensor_overlap, mesh.tp)
         self.model, self.parallel, program = parallelize(
             config,
             mesh,
@@ -338,6 +341,7 @@ class LanguageModelTask:
             responses=self.objective.max_terms * (loss.responses if (loss := self.objective.pair_loss) else 0),
             estimates_kl=self.recipe.objective == "kto",
             teacher=self.objective.teacher_work,
+            engine=ENGINES["meshwright"].overlapped(self.recipe.train.tensor_overlap, self.mesh.device.type),
         )
 
     def _compute_rank_contributions(self, loss: torch.Tensor) -> torch.Tensor:

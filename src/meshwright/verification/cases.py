@@ -43,6 +43,7 @@ class CaseBuilder:
         batch: Wanted global batch in sequences. If this is not a multiple of dp x micro-batches, the smallest such
             multiple that is at least 8 is used instead.
         compiled: True if the recipe trains under torch.compile.
+        overlap: True if the recipe overlaps tensor-parallel products with their collectives; here they are in chunks.
     """
 
     layout: Layout
@@ -52,6 +53,7 @@ class CaseBuilder:
     teaching: DistillationSettings | None = None
     batch: int = 8
     compiled: bool = False
+    overlap: bool = False
 
     def make_default_cases(self) -> list[Case]:
         """Return the default cases. "updates": optimizer updates with clipping and resumes. "long sequences": attention
@@ -89,7 +91,7 @@ class CaseBuilder:
         config = self._scale_down(layers)
         sequence = choose_sequence_length(self.layout)
         problem = Problem(config, self._choose_batch(), self.dtype, sequence, preference=self.preference)
-        return self._check_runnable(self._add_teacher(problem))
+        return self._complete(problem)
 
     def make_update_problem(self, ranks: int = 1, layers: int = 5) -> Problem:
         """Return a training problem of four optimizer steps with weight decay and gradient clipping. Step 1 (from 0) is
@@ -153,7 +155,12 @@ class CaseBuilder:
         window = None if config.sliding_window is None else TILE_QUERIES + 9
         config = dataclasses.replace(config, max_positions=2 * sequence, sliding_window=window)
         problem = Problem(config, self._choose_batch(), self.dtype, sequence, 1, SGD, preference=self.preference)
-        return self._check_runnable(self._add_teacher(problem))
+        return self._complete(problem)
+
+    def _complete(self, problem: Problem) -> Problem:
+        """Return `problem` with the builder's teacher and overlap, checked by `_check_runnable`."""
+        overlap = "chunks" if self.overlap else "off"
+        return self._check_runnable(self._add_teacher(dataclasses.replace(problem, tensor_overlap=overlap)))
 
     def _add_teacher(self, problem: Problem) -> Problem:
         """Return `problem` with distillation from a scaled-down teacher; unchanged if the builder has no teacher. If

@@ -78,12 +78,13 @@ class LateCompletion:
         post = partial(self._originals["reduce_scatter"], copy, sent, axis)
         return self._post(post, [(output, copy)], others, overwritten=others)
 
-    def rotate(self, output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
-        """Start a ring shift over the mesh axis `axis` (each rank sends `source` to the next) on copies; `output` holds
-        NaN until the call is waited for."""
+    def rotate(self, output: torch.Tensor, source: torch.Tensor, axis: Axis, distance: int = 1) -> Posted:
+        """Start a ring shift over the mesh axis `axis` (each rank sends `source` to the rank at `distance` after it) on
+        copies; `output` holds NaN until the call is waited for."""
         copy, sent = torch.empty_like(output), source.clone()
         with self._use_original("transfer"):
-            return self._post(partial(self._originals["rotate"], copy, sent, axis), [(output, copy)], [source])
+            post = partial(self._originals["rotate"], copy, sent, axis, distance)
+            return self._post(post, [(output, copy)], [source])
 
     def all_to_all(
         self, output: torch.Tensor, source: torch.Tensor, axis: Axis, sizes: RowCounts | None = None

@@ -90,6 +90,7 @@ class Problem:
         compile_backend: Backend of torch.compile for layers, final norm and loss, such as "inductor"; None: they run
             eagerly.
         late_completion: True if collective calls complete only when they are waited for (`late_completion.py`).
+        tensor_overlap: Value of the recipe's `train.tensor_overlap`.
     """
 
     config: ModelConfig
@@ -107,6 +108,7 @@ class Problem:
     fused_gradient_accumulation: bool = True
     compile_backend: str | None = None
     late_completion: bool = False
+    tensor_overlap: str = "off"
 
     @property
     def resolved_master_dtype(self) -> str:
@@ -154,6 +156,7 @@ class Problem:
                     "steps": self.steps,
                     "batch": self.batch,
                     "compile": self.compile_backend is not None,
+                    "tensor_overlap": self.tensor_overlap,
                     "validation_sequences": VALIDATION_SEQUENCES,
                 },
                 "distill": {} if self.teaching is None else self.teaching.to_table(),

@@ -121,13 +121,14 @@ class _Verifier:
         thorough: bool = False,
     ) -> None:
         """Start without ranks and references. dtype: dtype of the parameters, "float64" or "float32". log: function
-        that is called with a line for each layout. recipe: sets collective algorithms, loss and `train.compile`; None:
-        the defaults. thorough: True to run the slow cases too."""
+        that is called with a line for each layout. recipe: sets collective algorithms, loss, `train.compile` and
+        `train.tensor_overlap`; None: the defaults. thorough: True to run the slow cases too."""
         self.dtype, self.log = dtype, log
         self.collectives = CollectivesRecipe() if recipe is None else recipe.collectives
         self.preference = None if recipe is None else make_preference(recipe)
         self.teaching = None if recipe is None else make_distillation_settings(recipe)
         self.compiled = recipe is not None and recipe.train.compile
+        self.overlap = recipe is not None and recipe.train.tensor_overlap != "off"
         self.thorough = thorough
         self.entries: list[dict[str, Any]] = []
         self._ranks: LocalRanks | None = None
@@ -203,7 +204,7 @@ class _Verifier:
         already planted with another model, which are skipped."""
         layout = scale_down_layout(wanted)
         ranks = self.get_ranks(layout.world_size)
-        maker = CaseBuilder(layout, config, self.dtype, self.preference, self.teaching)
+        maker = CaseBuilder(layout, config, self.dtype, self.preference, self.teaching, overlap=self.overlap)
         return plant_all_faults(maker, self.get_reference, ranks, self.log, self.collectives, planted)
 
     def compare(self, case: Case, layout: Layout) -> Comparison:
@@ -234,7 +235,7 @@ class _Verifier:
         scaled down to few ranks; config: the model."""
         # Over the grid, one batch size that suits most layouts, so that references are shared.
         losses, batch = (self.preference, self.teaching), 24 if self.many else 8
-        maker = CaseBuilder(layout, config, self.dtype, *losses, batch, self.compiled)
+        maker = CaseBuilder(layout, config, self.dtype, *losses, batch, self.compiled, self.overlap)
         if self.thorough:
             return maker.make_all_cases()
         cases = [*maker.make_default_cases(), *([maker.make_bf16_case()] if wanted.precision == "bf16" else [])]
@@ -251,7 +252,7 @@ class _Verifier:
 
     def get_reference(self, problem: Problem) -> Reference:
         """Return the single-device reference results of a problem, computed at the first call and then cached."""
-        problem = dataclasses.replace(problem, late_completion=False)
+        problem = dataclasses.replace(problem, late_completion=False, tensor_overlap="off")
         if problem not in self._references:
             self._references[problem] = Reference(problem)
         return self._references[problem]

@@ -50,6 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_tied": None,
     },
     "olmo2": {"model_family": "olmo2", "model_layers": 4, "model_tied": False},  # norms of all heads, after sublayers
+    "overlapped products": {"model_layers": 4, "train_tensor_overlap": "chunks"},
 }
 
 PREFERENCES = (
@@ -74,8 +75,9 @@ LAYOUTS = (
     *("pp4:dualpipe mb8", "tp2 pp2:gpipe mb2 ac:selective", "dp2 pp2:auto mb4"),
 )
 ALL = [(name, layout) for layout in LAYOUTS for name in MODELS]
-SOME = [([*MODELS][at % len(MODELS)], layout) for at, layout in enumerate(LAYOUTS) if at % 2 == 0]
+SOME = [([*MODELS][at % (len(MODELS) - 1)], layout) for at, layout in enumerate(LAYOUTS) if at % 2 == 0]
 SOME += [("olmo2", layout) for layout in ("tp4 ac:full", "tp4:nosp ac:selective")]
+SOME += [("overlapped products", layout) for layout in ("tp4 ac:full", "tp2 pp2:gpipe mb2 ac:selective")]
 """Every axis, every way to recompute, with models in turns."""
 
 

@@ -27,6 +27,7 @@ from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.step import ForwardBackward, count_targets, sum_over_data
+from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.micro_batch import Routed
 from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.memory.ledger import Ledger, ledger
@@ -61,6 +62,7 @@ class Step(NamedTuple):
     """Where documents begin in the rows of each micro-batch; None: every row is one."""
     known_documents: bool = True  # True if the ledger is given their boundaries
     teacher: TeacherWork | None = None  # of distillation
+    overlap: bool = False  # True if tensor-parallel products overlap with their collectives, in chunks
 
 
 class Measured(NamedTuple):
@@ -91,6 +93,7 @@ def _measure(step: Step) -> Measured:
     gc.freeze()  # what is here now is neither looked through nor counted
     layout, dtype = Layout.parse(step.layout), getattr(torch, step.dtype)
     mesh = Mesh.create(layout)
+    mesh.communicator.product_overlap = "chunks" if step.overlap else "off"
     master = torch.float64 if dtype == torch.float64 else torch.float32
     model, engine, program = parallelize(
         step.config, mesh, step.sequence, seed=3, parameter_dtype=dtype, master_dtype=master
@@ -178,6 +181,7 @@ def _measure(step: Step) -> Measured:
             step.config, layout, batch=step.batch, sequence=step.sequence, optimizer=kind, parameter_dtype=step.dtype,
             rank=mesh.rank, routed=came, documents=known if step.known_documents else bool(known), pairs=step.pairs,
             compile=step.compiled, teacher=step.teacher,
+            engine=ENGINES["meshwright"].overlapped("chunks" if step.overlap else "off", "cpu"),
         )  # fmt: skip
 
     # A thread of gloo lets go of a message that has arrived when it next runs: the lowest is what the step needs. When

@@ -26,6 +26,7 @@ from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.parallelize import build_axes
 from meshwright.parallel.stage_compute import BackwardOrder, StageCompute
 from meshwright.parallel.zero_engine import ZeroEngine
+from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.micro_batch import MicroBatch, Routed
 from meshwright.planner.memory.saved import saved_activations
 from meshwright.planner.memory.snapshot import Allocation
@@ -55,6 +56,7 @@ class Case(NamedTuple):
     pairs: bool = False  # the documents of each row, by two
     backend: str | None = None
     queued: bool = False  # weight gradients of compiled blocks
+    overlap: str = "off"  # of tensor-parallel products with their collectives
 
 
 class Watched(NamedTuple):
@@ -112,6 +114,7 @@ def watch(case: Case) -> Watched:
     """Record the second forward of a stage; the first allocates persistent tensors (rotary tables)."""
     layout, dtype, device = Layout.parse(case.layout), getattr(torch, case.dtype), case.device
     mesh, table = Mesh.create(layout, device), parameter_table(case.config)
+    mesh.communicator.product_overlap = case.overlap
     stages = cut_into_stages(case.config, case.stages, case.sequence)
     partition = Partition(table, stages, ((0,) * case.stages,))
     axes = build_axes(mesh)
@@ -186,6 +189,7 @@ def watch(case: Case) -> Watched:
     micro_batch = MicroBatch.of(
         case.config, layout, case.rows, case.sequence, packed=case.starts or False, dtype=case.dtype,
         device=device, responses=int(case.pairs), routed=dict(zip(mixtures, counted, strict=True)) if counted else {},
+        engine=ENGINES["meshwright"].overlapped(case.overlap, device),
     )  # fmt: skip
     predicted = saved_activations(
         micro_batch, stages[case.stage], at_once=case.at_once, tp_rank=mesh.tp.rank, compiled=case.backend is not None

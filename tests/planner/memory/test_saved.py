@@ -143,6 +143,7 @@ def spread_cases(every: bool) -> list[Case]:
                         starts=DOCUMENTS if packed else None, stages=3 if middle else 1, stage=1 if middle else 0,
                     )
                 )  # fmt: skip
+    found += [Case(model("llama-tiny"), f"tp4{again}", overlap="chunks") for again in ("", " ac:selective")]
     layouts = "tp4:nosp ac:selective", "tp2 dp2"
     return [*found, *(Case(model(name), layouts[at % 2], dtype="bfloat16") for at, name in enumerate(OTHERS))]
 

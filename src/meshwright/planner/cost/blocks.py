@@ -176,5 +176,5 @@ def _last_product(batch: MicroBatch, mixed: bool) -> str | None:
     if not mixed:
         return "mlp.down"
     # Under expert parallelism the shared expert is computed while tokens are dispatched, before other saved results.
-    last = config.shared_intermediate and not config.shared_gate and not batch.expert_parallel
+    last = config.shared_intermediate and not config.shared_gate and not batch.layout.expert_parallel
     return "mlp.shared.down" if last else None

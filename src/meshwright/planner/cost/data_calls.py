@@ -13,6 +13,7 @@ from meshwright.collectives.cutting import compute_sent_bytes
 from meshwright.collectives.named import NamedProgram
 from meshwright.layout import Layout
 from meshwright.planner.cost.communication import ZERO_CALLS
+from meshwright.planner.cost.engines import ENGINES, Engine
 from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.memory.states import Flat, flats_of
 from meshwright.spec.foreign import REST, ModulePartition
@@ -36,6 +37,7 @@ class Work:
         responses: Most responses with preferences (DPO, KTO) in a sequence; 0 for next-token training.
         estimates_kl: True if a step runs an additional forward pass for KTO's estimate of the KL divergence.
         teacher: Teacher model of distillation; None without.
+        engine: Training engine, whose overlap of products decides which collectives are repeated.
     """
 
     batch: int
@@ -47,6 +49,7 @@ class Work:
     responses: int = 0
     estimates_kl: bool = False
     teacher: TeacherWork | None = None
+    engine: Engine = ENGINES["meshwright"]
 
 
 class DataCalls:

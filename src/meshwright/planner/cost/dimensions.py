@@ -187,7 +187,7 @@ def find_properties(batch: MicroBatch, kind: LayerKind) -> dict[str, bool]:
     tp. "fits_flash": flash attention supports the element type (16 bits) and the head size (a multiple of 8, up to
     256)."""
     config, layout, window, adapter = batch.config, batch.layout, kind.window, batch.config.adapter
-    mixture = ("front" if batch.expert_parallel else "mixture") if kind.mixed else "dense"
+    mixture = ("front" if batch.layout.expert_parallel else "mixture") if kind.mixed else "dense"
     owners = {"batch": batch, "kind": kind}
     paths = ((name, *path.split(".", 1)) for name, path in _TABLE["properties"].items())
     found = {

@@ -126,6 +126,12 @@ class Engine:
         holds = min(self.loss_holds, 8.0)
         return replace(self, fusion="compiled", loss_bytes=min(self.loss_bytes, _COMPILED_LOSS), loss_holds=holds)
 
+    def overlapped(self, setting: str, device: str) -> Engine:
+        """Return this engine with tensor-parallel products that overlap with their collectives, if a run of the engine
+        `meshwright` has them. setting: `train.tensor_overlap`; device: "cpu" or "cuda"."""
+        overlaps = self.name == "meshwright" and (setting == "chunks" or (setting == "auto" and device == "cuda"))
+        return replace(self, overlaps_tensor="products") if overlaps else self
+
 
 _COMPILED_LOSS = 12.0  # bf16 logits read for the maxima, for the sums, and read and written for the gradient; a copy
 

@@ -168,11 +168,6 @@ class MicroBatch:
         return ITEM_BYTES[self.dtype]
 
     @property
-    def sum_dtype(self) -> str:
-        """Torch's type name of master weights and sums of gradients."""
-        return "float64" if self.dtype == "float64" else "float32"
-
-    @property
     def wide(self) -> int:
         """Bytes of an element of sums, such as accumulated gradients: 4 (float32), or 8 in float64 training."""
         return max(4, self.itemsize)
@@ -223,15 +218,10 @@ class MicroBatch:
         """True under Ulysses context parallelism (all-to-alls that exchange heads for tokens)."""
         return self.layout.cp > 1 and self.layout.cp_method == "ulysses"
 
-    @property
-    def expert_parallel(self) -> bool:
-        """True if experts are sharded over ranks (expert-parallel)."""
-        return self.layout.expert_parallel
-
     @cached_property
     def routed_tokens(self) -> Number:
         """Number of tokens that this rank routes to experts."""
-        return self.rows * (self.tokens // self.tp if self.expert_parallel else self.tokens)
+        return self.rows * (self.tokens // self.tp if self.layout.expert_parallel else self.tokens)
 
     @cached_property
     def copies(self) -> Number:
@@ -241,12 +231,12 @@ class MicroBatch:
     @cached_property
     def arriving(self) -> Number:
         """Number of token copies that this rank's experts compute under equal load."""
-        return self.copies * (self.etp if self.expert_parallel else 1)
+        return self.copies * (self.etp if self.layout.expert_parallel else 1)
 
     @cached_property
     def expert_width(self) -> Number:
         """Number of hidden features of an expert's MLP on this rank."""
-        return self.config.expert_intermediate // (self.etp if self.expert_parallel else self.tp)
+        return self.config.expert_intermediate // (self.etp if self.layout.expert_parallel else self.tp)
 
     @cached_property
     def vocabulary(self) -> Number:

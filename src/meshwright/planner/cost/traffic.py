@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from meshwright.layout import Layout
 from meshwright.planner.cost.blocks import stage_operators
@@ -64,9 +65,8 @@ class _StepTraffic(DataCalls):
 
         self.rows = work.batch // (layout.dp * layout.micro_batches)
         dtype = {8: "float64", 4: "float32", 2: "bfloat16"}[work.parameter_bytes]
-        self.micro_batch = MicroBatch.of(
-            config, layout, self.rows, work.sequence, dtype=dtype, device=work.device, responses=work.responses
-        )
+        same: dict[str, Any] = {"device": work.device, "responses": work.responses, "engine": work.engine}
+        self.micro_batch = MicroBatch.of(config, layout, self.rows, work.sequence, dtype=dtype, **same)
 
     def count_calls(self) -> Counter[tuple[str, str]]:
         """Count all communication of the step; return {(call site, axis): bytes sent}."""

@@ -116,7 +116,7 @@ class ActivationBytes:
             if compiled and can_predict_compiled(batch):
                 own = saved(batch, stage) - empty + stream
                 temporaries = compiled_peaks.peak_temporaries(batch, layer) - 4 * stream
-                if batch.expert_parallel and mixed:  # its mixture is not compiled
+                if batch.layout.expert_parallel and mixed:  # its mixture is not compiled
                     temporaries = max(temporaries, unrecomputed + stream - own)
                 in_queue = queued_bytes(batch, every, layer) if mixed else None
                 queue = compiled_peaks.queued_bytes(batch, layer) if in_queue is None else in_queue

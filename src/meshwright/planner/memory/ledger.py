@@ -13,6 +13,8 @@ from typing import NamedTuple, TypedDict, Unpack
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import check_options, unknown
+from meshwright.planner.cost.dimensions import element_types
+from meshwright.planner.cost.engines import ENGINES, Engine
 from meshwright.planner.cost.micro_batch import MicroBatch, Routed, Starts
 from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.memory.compiled_blocks import can_predict_compiled
@@ -111,6 +113,7 @@ class LedgerOptions(TypedDict, total=False):
         architecture: Architecture of CUDA devices, such as "Hopper".
         graphs: True if forward and backward are a CUDA graph, which has its own copy of the batch and, captured on its
             own stream, its own workspaces of cuBLAS.
+        engine: The engine `meshwright`, or its variant with another overlap of products.
     """
 
     optimizer: str
@@ -124,6 +127,7 @@ class LedgerOptions(TypedDict, total=False):
     compile: bool
     architecture: str
     graphs: bool
+    engine: Engine
 
 
 def ledger(
@@ -144,6 +148,7 @@ def ledger(
         config, layout, batch // (layout.dp * layout.micro_batches), sequence, dtype=dtype or DTYPES[name],
         packed=options.get("documents", False), device=options.get("device", "cpu"),
         responses=int(options.get("pairs", False)), routed=options.get("routed") or {},
+        engine=options.get("engine", ENGINES["meshwright"]),
     )  # fmt: skip
     return _StepReplay(micro_batch, rank, options).ledger()
 
@@ -189,7 +194,8 @@ class _StepReplay:
         self.partition = Partition.of(self.program, config, self.table, sequence)
         self.units = self.partition.units_on(self.place["pp"])
         self.flats = flats_of(self.table, layout, self.units)
-        self.states = list(list_states(self.flats, batch.dtype, batch.sum_dtype, options.get("optimizer", "adamw")))
+        sums = element_types(batch.dtype)["wide"]
+        self.states = list(list_states(self.flats, batch.dtype, sums, options.get("optimizer", "adamw")))
         self.stages: dict[tuple[int, bool], StageSnapshots] = {}
         self._peaks: dict[tuple[object, ...], _StepPeak] = {}
         self.split = any(kind == _INPUT_GRADIENT for _, kind, *_ in self._steps())

@@ -117,7 +117,7 @@ def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
             precision=STORED.get(problem.precision, problem.precision),
             rank=pp_rank * layout.tp * layout.cp * layout.dp, documents=problem.documents > 1,
             device=problem.cluster.kind, compile=problem.compile, pairs=problem.pairs,
-            teacher=problem.teacher, architecture=problem.cluster.device.architecture,
+            teacher=problem.teacher, architecture=problem.cluster.device.architecture, engine=problem.engine,
         )  # fmt: skip
     else:
         items = tuple(_published(problem, layout, pp_rank))

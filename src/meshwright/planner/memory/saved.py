@@ -100,7 +100,7 @@ def layer_tensors(batch: MicroBatch, layer: int, input_gradient: bool = True) ->
     for operator in layer_operators(batch, layer, input_gradient) if recompute != "full" else ():
         yield from operator.saved if recompute == "none" else operator.kept
     # The recomputed forward uses the routes of the first.
-    if recompute != "none" and batch.expert_parallel and batch.config.has_experts(layer):
+    if recompute != "none" and batch.layout.expert_parallel and batch.config.has_experts(layer):
         yield SavedTensor("mlp.experts.counts", (batch.etp, batch.config.experts), "index")
 
 
@@ -108,7 +108,7 @@ def _compiled_layer(batch: MicroBatch, layer: int) -> Iterator[SavedTensor]:
     """Yield the tensors that a compiled layer saves in addition to its input. An expert-parallel mixture of experts is
     not compiled: its tensors are those of an eager layer."""
     yield from compiled_peaks.saved_tensors(batch, layer)
-    if not (batch.expert_parallel and batch.config.has_experts(layer)):
+    if not (batch.layout.expert_parallel and batch.config.has_experts(layer)):
         return
     if batch.layout.recompute == "selective":
         yield SavedTensor("mlp.input", (batch.rows, batch.slice, batch.config.hidden), "x")

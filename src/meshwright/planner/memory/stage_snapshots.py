@@ -252,7 +252,8 @@ class StageSnapshots:
 
     def _expert_parallel(self, unit: str) -> bool:
         """Return True if a unit such as "layers.3" is a layer whose experts are expert-parallel."""
-        return self.batch.expert_parallel and unit in self._layer and self.batch.config.has_experts(self._layer[unit])
+        mixed = unit in self._layer and self.batch.config.has_experts(self._layer[unit])
+        return mixed and self.batch.layout.expert_parallel
 
     # --- parameters and gradients
 

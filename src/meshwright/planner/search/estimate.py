@@ -173,6 +173,7 @@ def problem_of(
     if where.kind == "cpu" and where.measured is not None:
         process = find_process_items(chosen, where.device.name, where.measured.threads, compile)
     whose = engines.engine(options.get("engine", "meshwright"), compile=compile)
+    whose = whose if recipe is None else whose.overlapped(recipe.train.tensor_overlap, where.kind)
     if config.adapter is not None and whose.name != "meshwright":
         raise UserError(f'engine "{whose.name}": adapters are priced for engine "meshwright" alone')
     return Problem(

@@ -31,6 +31,8 @@ class ModuleRecipe(Recipe):
             raise ValueError("train.compile is for built-in models; call module.compile() in build")
         if self.train.cuda_graphs:
             raise ValueError("train.cuda_graphs is for built-in models; a module may wait for the GPU in its forward")
+        if self.train.tensor_overlap != "off":
+            raise ValueError("train.tensor_overlap is for built-in models, whose products are split over tp")
         if self.train.objective not in (None, "next-token"):
             raise ValueError(
                 f'train.objective "{self.train.objective}" is for built-in models; here the script defines the loss'

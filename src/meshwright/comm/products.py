@@ -1,0 +1,109 @@
+"""Matrix products that overlap with the collective call of their input or output (tensor and sequence parallelism).
+
+The tokens are multiplied in chunks, each the tokens of one rank, while other chunks are in flight between pairs of
+ranks: an all-gather begins with the rank's own chunk, a reduce-scatter ends with it. Bytes are those of the collective
+call. Where PyTorch's symmetric memory serves the ranks (`choose_product_overlap`), its fused operators do the same with
+copy engines. Custom operators, so that bytes are recorded and faults injected inside compiled blocks too.
+
+Shapes: G ranks, B sequences of S tokens, s = S / G of them on a rank, X inputs and Y outputs of the product.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from meshwright.comm.collectives import rotate, run_fused
+from meshwright.comm.custom_operator import custom_operator
+from meshwright.comm.handle import DONE
+from meshwright.comm.mesh import Axis, find_axis
+
+MIN_CAPABILITY = 8, 0
+"""Compute capability from which PyTorch tests symmetric memory (torch/testing, `requires_cuda_p2p_access`)."""
+
+
+def choose_product_overlap(setting: str, axis: Axis) -> str:
+    """Return how products overlap with the collective calls over the tensor-parallel `axis`: "off", "chunks" or
+    "symmetric" (memory). Ranks with equal devices return the same.
+
+    setting: `train.tensor_overlap`. "off", "chunks": the result. "auto": off on a CPU, where nothing overlaps; on a GPU
+    symmetric memory, if all GPUs of the axis are on one node and read each other's memory, else chunks."""
+    device = axis.communicator.device
+    if setting != "auto" or device.type != "cuda":
+        return "chunks" if setting == "chunks" else "off"
+    count, here = torch.cuda.device_count(), torch.cuda.current_device()
+    same_node = len({rank // count for rank in axis.ranks}) == 1
+    capable = torch.cuda.get_device_capability(here) >= MIN_CAPABILITY
+    peers = [rank % count for rank in axis.ranks if rank % count != here]
+    connected = capable and same_node and all(torch.cuda.can_device_access_peer(here, peer) for peer in peers)
+    return "symmetric" if connected and hasattr(torch.ops.symm_mem, "fused_all_gather_matmul") else "chunks"
+
+
+def multiply_gathered(
+    x_BsX: torch.Tensor, matrix_XY: torch.Tensor, axis: Axis, site: str, keeps: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (product [B, S, Y] of the tokens of all ranks of `axis` with `matrix_XY`, these tokens [B, S, X]).
+
+    x_BsX: tokens of this rank. site: label of the calls in traces. keeps: False: the second result is empty."""
+    if axis.communicator.product_overlap == "symmetric":
+        fused = partial(torch.ops.symm_mem.fused_all_gather_matmul, x_BsX, [matrix_XY], 1, return_A=keeps)
+        x_BSX, (y_BSY,) = run_fused(fused, "all_gather", x_BsX.nbytes * axis.size, axis, site)
+        return y_BSY.contiguous(), x_BSX.contiguous() if keeps else x_BsX.new_empty(0)
+    x_GBsX = x_BsX.new_empty(axis.size, *x_BsX.shape)
+    y_GBsY = x_BsX.new_empty(*x_GBsX.shape[:-1], matrix_XY.shape[1])
+    x_GBsX[axis.rank] = x_BsX
+    sources = [(axis.rank - distance) % axis.size for distance in range(axis.size)]
+    handles = [DONE]
+    for distance in range(1, axis.size):
+        arriving = x_GBsX[sources[distance]]
+        handles.append(rotate(arriving, x_GBsX[axis.rank], axis, site, async_op=True, distance=distance))
+    for source, handle in zip(sources, handles, strict=True):
+        handle.wait()
+        torch.mm(x_GBsX[source].flatten(0, 1), matrix_XY, out=y_GBsY[source].flatten(0, 1))
+    return _join_tokens(y_GBsY), _join_tokens(x_GBsX) if keeps else x_BsX.new_empty(0)
+
+
+def multiply_and_scatter(x_BSX: torch.Tensor, matrix_XY: torch.Tensor, axis: Axis, site: str) -> torch.Tensor:
+    """Return this rank's tokens [B, s, Y] of the sum over the ranks of `axis` of the product of `x_BSX` with
+    `matrix_XY`; 16-bit products are added in float32. site: label of the calls in traces."""
+    if axis.communicator.product_overlap == "symmetric":
+        fused = partial(torch.ops.symm_mem.fused_matmul_reduce_scatter, x_BSX, matrix_XY, "sum", 1)
+        size = x_BSX.nbytes // matrix_XY.shape[0] * matrix_XY.shape[1]
+        return run_fused(fused, "reduce_scatter", size, axis, site).contiguous()
+    x_GBsX = x_BSX.unflatten(1, (axis.size, -1)).movedim(1, 0)
+    sums_GBsY = x_BSX.new_empty(*x_GBsX.shape[:-1], matrix_XY.shape[1])
+    in_flight = []
+    for distance in range(1, axis.size):
+        sent = x_GBsX[(axis.rank + distance) % axis.size] @ matrix_XY
+        arriving = sums_GBsY[(axis.rank - distance) % axis.size]
+        in_flight.append((rotate(arriving, sent, axis, site, async_op=True, distance=distance), sent))
+    torch.mm(x_GBsX[axis.rank].flatten(0, 1), matrix_XY, out=sums_GBsY[axis.rank].flatten(0, 1))
+    for handle, _ in in_flight:  # what is sent is not freed before
+        handle.wait()
+    return sums_GBsY.sum(dim=0)
+
+
+def _join_tokens(parts_GBsX: torch.Tensor) -> torch.Tensor:
+    """Return the ranks' tokens `parts_GBsX` as [B, S, X]; a copy unless B is 1."""
+    return parts_GBsX.movedim(0, 1).flatten(1, 2)
+
+
+def _allocate_gathered(
+    x: torch.Tensor, matrix: torch.Tensor, axis: str, site: str, keeps: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return uninitialised results of `gather_product`, whose arguments it takes, for torch.compile."""
+    x_BSX = x.new_empty(x.shape[0], x.shape[1] * find_axis(axis).size, x.shape[2])
+    return x_BSX.new_empty(*x_BSX.shape[:2], matrix.shape[1]), x_BSX if keeps else x.new_empty(0)
+
+
+gather_product = custom_operator(
+    "meshwright::gather_product", "(Tensor x, Tensor matrix, str axis, str site, bool keeps) -> (Tensor, Tensor)"
+)(lambda x, matrix, axis, site, keeps: multiply_gathered(x, matrix, find_axis(axis), site, keeps))
+product_scatter = custom_operator(
+    "meshwright::product_scatter", "(Tensor x, Tensor matrix, str axis, str site) -> Tensor"
+)(lambda x, matrix, axis, site: multiply_and_scatter(x, matrix, find_axis(axis), site))
+gather_product.register_fake(_allocate_gathered)
+product_scatter.register_fake(
+    lambda x, matrix, axis, site: x.new_empty(x.shape[0], x.shape[1] // find_axis(axis).size, matrix.shape[1])
+)

@@ -1,0 +1,101 @@
+"""Products that overlap with the all-gather of their input or the reduce-scatter of their output, and the choice of how
+they overlap."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed import _symmetric_memory
+
+from meshwright.comm.local import LocalRanks
+from meshwright.comm.mesh import Axis, Communicator, Mesh
+from meshwright.comm.products import choose_product_overlap, multiply_and_scatter, multiply_gathered
+from meshwright.layout import Layout
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "ranks", "capability", "connected", "chosen"),
+    [
+        ("off", "cuda", (0, 1), (9, 0), True, "off"),
+        ("off", "cpu", (0, 1), None, True, "off"),
+        ("chunks", "cpu", (0, 1), None, True, "chunks"),
+        ("chunks", "cuda", (0, 1), (9, 0), True, "chunks"),
+        ("auto", "cpu", (0, 1), None, True, "off"),
+        ("auto", "cuda", (0, 1), (9, 0), True, "symmetric"),
+        ("auto", "cuda", (4, 5, 6, 7), (8, 0), True, "symmetric"),
+        ("auto", "cuda", (0, 1), (7, 5), True, "chunks"),
+        ("auto", "cuda", (0, 1), (9, 0), False, "chunks"),
+        ("auto", "cuda", (2, 3, 4, 5), (9, 0), True, "chunks"),  # two nodes of four GPUs
+    ],
+)
+def test_overlap_is_chosen_by_setting_and_devices(
+    setting: str, device: str, ranks: tuple[int, ...], capability: Any, connected: bool, chosen: str
+):
+    axis = Axis("tp", ranks, 0, None, Communicator(device))
+    with (
+        mock.patch.object(torch.cuda, "device_count", lambda: 4),
+        mock.patch.object(torch.cuda, "current_device", lambda: ranks[0] % 4),
+        mock.patch.object(torch.cuda, "get_device_capability", lambda index: capability),
+        mock.patch.object(torch.cuda, "can_device_access_peer", lambda here, peer: connected and here != peer),
+    ):
+        assert choose_product_overlap(setting, axis) == chosen
+
+
+def test_overlap_without_the_fused_operators_is_in_chunks():
+    axis = Axis("tp", (0, 1), 0, None, Communicator("cuda"))
+    with (
+        mock.patch.object(torch.cuda, "device_count", lambda: 2),
+        mock.patch.object(torch.cuda, "current_device", lambda: 0),
+        mock.patch.object(torch.cuda, "get_device_capability", lambda index: (9, 0)),
+        mock.patch.object(torch.cuda, "can_device_access_peer", lambda here, peer: True),
+        mock.patch.object(torch.ops, "symm_mem", object()),
+    ):
+        assert choose_product_overlap("auto", axis) == "chunks"
+
+
+def multiply(ranks: int, overlap: str) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
+    """Return the results of both products on this rank, their exact values, and the recorded calls."""
+    mesh = Mesh.create(Layout(tp=ranks))
+    axis = mesh.tp
+    axis.communicator.product_overlap = overlap
+    make = torch.Generator().manual_seed(3)
+    x_GBsX = torch.randn(ranks, 2, 3, 5, generator=make, dtype=torch.float64)
+    matrices_GXY = torch.randn(ranks, 5, 7, generator=make, dtype=torch.float64)
+    matrix_XY, whole_BSX = matrices_GXY[axis.rank], x_GBsX.movedim(0, 1).flatten(1, 2)
+    y_BSY, kept_BSX = multiply_gathered(x_GBsX[axis.rank], matrix_XY, axis, "in", True)
+    _, dropped = multiply_gathered(x_GBsX[axis.rank], matrix_XY, axis, "again", False)
+    sum_BsY = multiply_and_scatter(whole_BSX, matrix_XY, axis, "out")
+    total_BSY = torch.einsum("bsx,gxy->bsy", whole_BSX, matrices_GXY)
+    exact = [whole_BSX @ matrix_XY, whole_BSX, total_BSY.chunk(ranks, dim=1)[axis.rank], torch.empty(0)]
+    calls = mesh.record.table()
+    mesh.close()
+    return [y_BSY, kept_BSX, sum_BsY, dropped, *exact], calls
+
+
+def multiply_fused(ranks: int) -> Any:
+    """Multiply by PyTorch's fused operators, as defined by their own fallbacks, which run on any backend."""
+    library = torch.library.Library("symm_mem", "IMPL")
+    library.impl("fused_all_gather_matmul", _symmetric_memory._fused_all_gather_matmul_fallback, "CPU")
+    library.impl("fused_matmul_reduce_scatter", _symmetric_memory._fused_matmul_reduce_scatter_fallback, "CPU")
+    try:
+        return multiply(ranks, "symmetric")
+    finally:
+        library._destroy()
+
+
+def test_overlapped_products_equal_those_of_gathered_and_summed_tokens():
+    ranks = 3
+    with LocalRanks(ranks) as pool:
+        for found in (pool.run(multiply, ranks, "chunks"), pool.run(multiply_fused, ranks)):
+            for tensors, calls in found:
+                for mine, exact in zip(tensors[:4], tensors[4:], strict=True):
+                    assert mine.shape == exact.shape and mine.is_contiguous()
+                    torch.testing.assert_close(mine, exact.to(mine.dtype), rtol=1e-12, atol=1e-12)
+                sent = {
+                    site: sum(call["sent_bytes"] for call in calls if call["site"] == site) for site in ("in", "out")
+                }
+                # What an all-gather and a reduce-scatter send.
+                assert sent == {"in": 2 * 3 * 5 * 8 * (ranks - 1), "out": 2 * 3 * 7 * 8 * (ranks - 1)}
