@@ -71,12 +71,13 @@ def _wrap_last_column(line: str, width: int) -> str:
         if " " not in line[last:].strip():
             return line
         indent = last if width - last >= LEAST_WORDS else start + 4
-    return _fill(line, width, " " * indent)
+    return wrap_line(line, width, " " * indent)
 
 
-def _fill(line: str, width: int, indent: str) -> str:
-    """Wrap a line between words, but not within a quoted command, to `width` characters; continuation lines begin with
-    `indent`."""
+def wrap_line(line: str, width: int, indent: str) -> str:
+    """Wrap a line between words, but not within a quoted command, to `width` characters; longer words are not broken.
+    Continuation lines begin with `indent`, or with four spaces if `indent` leaves little space."""
+    indent = indent if width - len(indent) >= LEAST_WORDS else " " * 4
     joined = re.sub(r'"meshwright [^"]*"|`[^`]*`', lambda found: found[0].replace(" ", "\0"), line)
     wrapped = fill(joined, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return wrapped.replace("\0", " ")
@@ -110,7 +111,7 @@ def print_row(text: str) -> None:
     together, and the line is wrapped between words if that does not suffice."""
     if sys.stderr.isatty() and len(text) > (width := read_columns(sys.stderr)):
         text = re.sub(r"(?<=\S) {2,}(?=\S)", "  ", text)
-        text = text if len(text) <= width else _fill(text, width, "    ")
+        text = text if len(text) <= width else wrap_line(text, width, "    ")
     print_message(text)
 
 

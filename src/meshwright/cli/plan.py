@@ -121,10 +121,9 @@ def command(
     if model is None:
         raise UserError("MODEL is missing: a preset such as llama-3-8b, a directory, a config.json or a recipe")
     from meshwright.planner.api import plan
-    from meshwright.planner.models import is_recipe, model_of, recipe_of
-    from meshwright.planner.show.answers import no_fit_error
+    from meshwright.planner.models import find_recipe, model_of
 
-    recipe = recipe_of(model, overrides) if is_recipe(model) else None
+    recipe = find_recipe(model, overrides)
     if recipe is None:
         model_of(model)  # a wrong model is reported before missing options
     if cluster is None:
@@ -144,12 +143,11 @@ def command(
         if html:
             from meshwright.planner.show.page import plan_page
 
-            write_file(html, plan_page(found.problem, model, found.estimates, found.search, found.nearest))
+            write_file(html, plan_page(found, model))
             document["files"] = {"page": str(html)}
             lines.append(f"page: {html}")
         answer(document, "\n\n".join(lines))
-    if found.search is not None and not found.estimates:
-        raise UserError(no_fit_error(found.search))
+    found.check_fits()
 
 
 def _format_plan(found: Plan, model: str, every_tensor: bool, explained: bool) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -14,8 +14,8 @@ from meshwright.layout import Layout
 from meshwright.limits import shorten_repr
 from meshwright.names import check_options
 from meshwright.planner.hardware.cluster import Cluster
-from meshwright.planner.models import adapted_model, is_recipe, recipe_of, values_from_recipe
-from meshwright.planner.problem import Problem, parse_reserve
+from meshwright.planner.models import adapted_model, find_recipe
+from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate, ProblemOptions, estimate_layout, problem_of, recipe_layout
 from meshwright.planner.search.nearest import Nearest, find_nearest
 from meshwright.planner.search.search import SearchResult, search
@@ -25,8 +25,6 @@ from meshwright.spec.config import ModelConfig
 
 if TYPE_CHECKING:
     from meshwright.recipe import Recipe
-
-_EXAMPLES = {"sequence": "sequence length in tokens, such as 4096", "batch": "global batch in sequences, such as 512"}
 
 
 class PlanOptions(ProblemOptions, total=False):
@@ -38,14 +36,13 @@ class PlanOptions(ProblemOptions, total=False):
         optimizer: `"adamw"`, `"adam"`, `"sgd"` or `"momentum"`; the recipe's, else `"adamw"`, unless given.
         precision: `"fp32"`, `"tf32"`, `"bf16"`, `"fp16"` or `"fp8"`, where the layout names none.
         documents: Average number of documents packed into one sequence; 1 unless given.
-        top: Number of layouts that a search returns, 1 to 100; 5 unless given.
         reserve: Memory of a device to keep free: a fraction, `0.1`, or a size, `"8GiB"`; 0 unless given.
+        top: Number of layouts that a search returns, 1 to 100; 5 unless given.
         adapter: Adapter on a model that is not a recipe: keys of the table `[adapter]`, such as `{"kind": "lora"}`, or
             overrides such as `["adapter.kind=lora"]`.
     """
 
     top: int
-    reserve: str | float
     adapter: Mapping[str, Any] | Sequence[str]
 
 
@@ -70,17 +67,19 @@ class Plan:
     def layouts(self) -> list[dict[str, Any]]:
         """JSON records of the predicted layouts as in `meshwright plan --json`, one dict per estimate: layout, fits,
         memory_gib, step_seconds, mfu ..."""
-        records: list[dict[str, Any]] = plan_document(self.problem, self.estimates, self.search)["layouts"]
-        return records
+        return list(plan_document(self.problem, self.estimates, self.search)["layouts"])
 
     @property
     def best(self) -> Estimate:
         """Estimate of the fastest layout that fits, or of the layout that was given. Raises `UserError` where no layout
         fits."""
-        if not self.estimates:
-            assert self.search is not None
-            raise UserError(no_fit_error(self.search))
+        self.check_fits()
         return self.estimates[0]
+
+    def check_fits(self) -> None:
+        """Raise `UserError` if the search found no layout that fits."""
+        if self.search is not None and not self.estimates:
+            raise UserError(no_fit_error(self.search))
 
     @cached_property
     def nearest(self) -> Nearest | None:
@@ -149,18 +148,15 @@ def plan(
         True
     """
     check_options(plan, options, PlanOptions)
-    given: dict[str, Any] = {"sequence": sequence, "batch": batch}
-    given |= {name: options.get(name) for name in ("optimizer", "compile")}
-    recipe = _recipe(model)
-    if recipe is not None:
-        given = values_from_recipe(recipe, given)
+    recipe = find_recipe(model)
     parsed = Layout.parse(layout) if isinstance(layout, str) else layout
     top, adapter = options.get("top", 5), options.get("adapter")
-    texts = {"precision": options.get("precision"), "optimizer": given["optimizer"]}
+    texts = {name: options.get(name) for name in ("precision", "optimizer")}
+    compile = options.get("compile")
     for name, value, fits, expected in (
         *((name, value, isinstance(value, str | None), "text") for name, value in texts.items()),
         ("layout", parsed, isinstance(parsed, Layout | None), "a layout or its notation"),
-        ("compile", given["compile"], isinstance(given["compile"], bool | None), "true or false"),
+        ("compile", compile, isinstance(compile, bool | None), "true or false"),
         ("top", top, type(top) is int and 1 <= top <= MOST_TOP, f"a whole number from 1 to {MOST_TOP}"),
         ("adapter", adapter, _is_adapter(adapter), "an object or a list of overrides"),
     ):
@@ -170,19 +166,16 @@ def plan(
         if recipe is not None:
             raise UserError("adapter: a recipe has its own, in its table [adapter]")
         model = adapted_model(model, adapter)  # type: ignore[arg-type]
-    for name, example in _EXAMPLES.items():
-        if given[name] is None:
-            raise UserError(f"{name} is missing: {example}")
     own = None  # layout that the recipe names
     if recipe is not None and parsed is None and recipe.layout != "auto":
         own = recipe.parsed_layout
     precision = (parsed.precision if parsed else None) or options.get("precision")
     problem = problem_of(
-        model if recipe is None else recipe, cluster, sequence=given["sequence"], batch=given["batch"],
-        engine=options.get("engine", "meshwright"), compile=given["compile"], optimizer=given["optimizer"],
+        model if recipe is None else recipe, cluster, sequence=sequence, batch=batch,
+        engine=options.get("engine", "meshwright"), compile=compile, optimizer=options.get("optimizer"),
         precision=precision or (own.precision if own else None), documents=options.get("documents", 1.0),
+        reserve=options.get("reserve", 0),
     )  # fmt: skip
-    problem = replace(problem, reserve=parse_reserve(options.get("reserve", 0), problem.cluster.device.memory_bytes))
     if parsed is not None:
         return Plan(problem, (estimate_layout(problem, parsed),))
     found = search(problem, top)
@@ -194,17 +187,3 @@ def _is_adapter(value: object) -> bool:
     if isinstance(value, list | tuple):
         return all(isinstance(each, str) for each in value)
     return value is None or isinstance(value, Mapping)
-
-
-def _recipe(model: object) -> Recipe | None:
-    """Return the argument `model` of `plan` as a recipe: a recipe itself, or the one loaded from the path of a recipe
-    file; None if it is a preset, config.json or configuration. Raises `UserError` for any other type."""
-    if is_recipe(model):
-        return recipe_of(str(model))
-    if isinstance(model, ModelConfig | str | Path | Mapping):
-        return None
-    from meshwright.recipe import Recipe
-
-    if not isinstance(model, Recipe):
-        raise UserError(f"model: takes a preset, a path, a configuration or a recipe, not {shorten_repr(model)}")
-    return model

@@ -15,7 +15,7 @@ from typing import Any
 from meshwright.errors import UserError
 from meshwright.planner.hardware import calibration
 from meshwright.planner.hardware.calibration import Calibration
-from meshwright.planner.hardware.cluster import Cluster, cluster
+from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.hardware.values import read_number
 from meshwright.toml import format_toml, format_toml_value, parse_toml
 from meshwright.untrusted import read_file, read_json
@@ -139,7 +139,9 @@ def cluster_file_with(path: Path, runs: Sequence[RunFigures]) -> tuple[str, Cali
     replaces the one in the file. The file itself is not changed.
 
     Raises `UserError` if `path` is not a cluster file, or if the runs were predicted for another device."""
-    machine = _machine(path)
+    if not path.exists():
+        raise UserError(f"--calibrate: there is no cluster file {path}; run `meshwright probe` first")
+    machine = cluster(str(path.absolute()))
     for run in runs:
         if run.device != machine.device.name:
             raise UserError(
@@ -156,10 +158,3 @@ def cluster_file_with(path: Path, runs: Sequence[RunFigures]) -> tuple[str, Cali
     except UserError:
         same = False
     return (whole if same else format_toml(tables)), found  # a table that stands elsewhere: all written anew
-
-
-def _machine(path: Path) -> Cluster:
-    """Return the cluster described by the file at `path`. Raises `UserError` if the file does not exist."""
-    if not path.exists():
-        raise UserError(f"--calibrate: there is no cluster file {path}; run `meshwright probe` first")
-    return cluster(str(path.absolute()))

@@ -7,14 +7,11 @@ from typing import Any
 
 from meshwright.errors import ModelWarning, UserError
 from meshwright.names import unknown
-from meshwright.planner.api import plan
-from meshwright.planner.show.answers import no_fit_error
+from meshwright.planner.api import PlanOptions, plan
 from meshwright.untrusted import parse_json
 
-FIELDS = (
-    *("model", "cluster", "sequence", "batch", "layout", "engine", "compile", "optimizer", "top", "precision"),
-    *("documents", "reserve", "adapter"),
-)
+REQUIRED = ("model", "cluster", "sequence", "batch")
+FIELDS = (*REQUIRED, "layout", *PlanOptions.__annotations__)
 """Keys of a request: arguments of `plan`, which checks their values."""
 
 
@@ -57,10 +54,9 @@ def _answer(line: str) -> dict[str, Any]:
     for key in request:
         if key not in FIELDS:
             raise UserError(unknown("field", key, FIELDS))
-    for key in FIELDS[:2]:
+    for key in ("model", "cluster"):  # a recipe has the others
         if key not in request:
-            raise UserError(f"{key} is missing; a request needs {', '.join(FIELDS[:4])}")
+            raise UserError(f"{key} is missing; a request needs {', '.join(REQUIRED)}")
     found = plan(**request)
-    if found.search is not None and not found.estimates:
-        raise UserError(no_fit_error(found.search))
+    found.check_fits()
     return found.to_json_dict()

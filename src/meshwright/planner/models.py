@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
-from meshwright.limits import make_limit_error
+from meshwright.limits import make_limit_error, shorten_repr
 from meshwright.names import LISTED, TOKENIZERS, unknown
 from meshwright.spec.adapter_json import check_initial_adapter
 from meshwright.spec.config import ModelConfig
@@ -45,8 +45,8 @@ def model_of(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> ModelConfi
         path.exists()
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"model {text[:80]!r}: no such file ({error})") from None
-    if path.suffix == ".toml":
-        return config_of(recipe_of(path))[0]
+    if (recipe := find_recipe(path)) is not None:
+        return config_of(recipe)[0]
     if path.exists() or path.suffix == ".json" or "/" in text:
         return config_from_path(path)
     close = difflib.get_close_matches(text.lower(), list(PRESETS), 1)
@@ -80,26 +80,21 @@ def model_substitution_note(wanted: ModelConfig | str | Path | Mapping[str, Any]
     return format_foreign_architecture_warning(data, family)
 
 
-def is_recipe(wanted: object) -> bool:
-    """Return True if `wanted` is the path of a recipe (a .toml file)."""
-    return isinstance(wanted, (str, Path)) and Path(wanted).suffix == ".toml"
+def find_recipe(wanted: object, overrides: Sequence[str] = ()) -> Recipe | None:
+    """Return the argument `model` of `plan` as a recipe: a recipe itself, or the one loaded from the path of a recipe
+    file (.toml); None if it is a preset, config.json or configuration. overrides: KEY=VALUE texts, as on the command
+    line, for a recipe's file. Raises `UserError` for any other type."""
+    if isinstance(wanted, str | Path) and Path(wanted).suffix == ".toml":
+        from meshwright.recipe import load_recipe
 
+        return load_recipe(wanted, overrides)
+    if isinstance(wanted, ModelConfig | str | Path | Mapping):
+        return None
+    from meshwright.recipe import Recipe
 
-def recipe_of(wanted: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Load a recipe. wanted: its path; overrides: KEY=VALUE texts as on the command line."""
-    from meshwright.recipe import load_recipe
-
-    return load_recipe(wanted, overrides)
-
-
-def values_from_recipe(recipe: Recipe, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the planning options `given` ("sequence", "batch", "optimizer", "compile"), in which each None is replaced
-    by the recipe's value."""
-    own = {
-        "sequence": recipe.data.sequence, "batch": recipe.train.batch, "optimizer": recipe.train.optimizer,
-        "compile": recipe.train.compile,
-    }  # fmt: skip
-    return {name: own[name] if value is None else value for name, value in given.items()}
+    if not isinstance(wanted, Recipe):
+        raise UserError(f"model: takes a preset, a path, a configuration or a recipe, not {shorten_repr(wanted)}")
+    return wanted
 
 
 def config_of(recipe: Recipe) -> tuple[ModelConfig, str | None]:

@@ -11,7 +11,7 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import ASYNCHRONOUS_SCHEDULES, SCHEDULES
-from meshwright.planner.api import plan
+from meshwright.planner.api import Plan, plan
 from meshwright.planner.cost.engines import engine
 from meshwright.planner.cost.step_time import step_time
 from meshwright.planner.hardware.cluster import cluster
@@ -309,7 +309,7 @@ def test_stopped_search_reports_undecided_layouts(monkeypatch: pytest.MonkeyPatc
     assert len(some.best) == 4 and better  # the search did stop early
     assert len(better) <= some.undecided < 100
     assert f"{some.undecided:,} more layouts may be better than the last one listed" in search_text(some)
-    assert f"{some.undecided:,} more layouts" in plan_page(problem, "gpt3-175b", some.best, some)
+    assert f"{some.undecided:,} more layouts" in plan_page(Plan(problem, some.best, some), "gpt3-175b")
     assert plan_document(problem, some.best, some)["undecided"] == some.undecided
     monkeypatch.setattr(shortlist_module, "MOST_PRICED", 0)
     none = search(problem, 3)

@@ -11,7 +11,8 @@ from click.testing import CliRunner
 from meshwright.cli.main import meshwright
 from meshwright.planner.api import plan
 from meshwright.planner.show.explain import explain, find_busiest_rank
-from meshwright.planner.show.text import Unit, explain_text, seconds_text, wrap_line
+from meshwright.planner.show.text import explain_text, format_size, seconds_text
+from meshwright.terminal import wrap_line
 
 REQUEST = ("plan", "llama-3.1-405b", "--cluster", "1024xh100-sxm", "--sequence", "8192", "--batch", "512")
 SEARCH = ("plan", "llama-3-8b", "--cluster", "8xh100-sxm", "--sequence", "8192", "--batch", "64")
@@ -36,15 +37,15 @@ def test_tables_fit_the_terminal(columns: int):
 
 def test_wrapped_lines_lose_no_text():
     line = "  activations  27.88  " + ", ".join(f"mlp.up.output x {number}" for number in range(30))
-    cut = wrap_line(line, 80, " " * 22)
+    cut = wrap_line(line, 80, " " * 22).split("\n")
     assert len(cut) > 5 and all(len(part) <= 80 for part in cut)
     assert " ".join(part.strip() for part in cut) == line.strip()
     assert all(part.startswith(" " * 22) for part in cut[1:])
-    assert wrap_line("a" * 100, 80, "  ") == ["a" * 100]
+    assert wrap_line("a" * 100, 80, "  ") == "a" * 100
 
 
 def test_unit_depends_on_largest_size():
-    assert [Unit.of(size).format(size) for size in (2**29, 3 * 2**30, 5000)] == ["512.0 MiB", "3.0 GiB", "4.9 KiB"]
+    assert [format_size(size) for size in (2**29, 3 * 2**30, 5000)] == ["512.0 MiB", "3.0 GiB", "4.9 KiB"]
 
 
 def test_ledger_lists_every_tensor_with_stage_and_lifetime():

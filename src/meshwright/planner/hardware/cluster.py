@@ -144,10 +144,9 @@ _EXAMPLES = "64xh100-sxm, 2x8xa100-80 (nodes x devices), a cluster file, or this
 
 def _is_file(text: str) -> bool:
     """Return True if text names an existing file; False also for text that cannot be a path."""
-    try:
+    with suppress(OSError, ValueError):
         return Path(text).is_file()
-    except (OSError, ValueError):
-        return False
+    return False
 
 
 def _from_shorthand(text: str, where: str) -> Cluster:

@@ -68,9 +68,9 @@ def parse_measurement(kind: str, key: Mapping[str, Any], parse: Callable[[dict[s
     """Return parse(figures) of a stored measurement. None if there is none, if its file is damaged or of another
     version or key, or if `parse` raises `KeyError`, `TypeError` or `ValueError`. kind: what was measured, such as
     "cpu"; key: conditions on which the result depends."""
-    with suppress(KeyError, TypeError, ValueError):
-        found = _read(measurement_file(kind, key))
-        return parse(found[1]) if found is not None and found[0] == dict(key) else None
+    with suppress(*_DAMAGED):
+        found, tables = _read(measurement_file(kind, key))
+        return parse(tables) if found == dict(key) else None
     return None
 
 
@@ -145,14 +145,16 @@ class FailedMeasurement:
         write_measurement("failed", {"file": self.file}, asdict(self))
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Return (key, figures) of a measurement's file, both as written by `write_measurement`; None if it is missing,
-    damaged or of another version."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return (dict(found["key"]), dict(found["tables"])) if found["version"] == VERSION else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+_DAMAGED = (OSError, ValueError, KeyError, TypeError)
+"""Errors of `_read` for a file that is missing, damaged or of another version, and of parsing its figures."""
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return (key, figures) of a measurement's file, both as written by `write_measurement`. Raises `_DAMAGED`."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if found["version"] != VERSION:
+        raise ValueError(found["version"])
+    return dict(found["key"]), dict(found["tables"])
 
 
 # --- hardware profiles
@@ -216,10 +218,9 @@ def profiles_here() -> list[tuple[Path, Mapping[str, Any]]]:
     here = {"processor": processor_name(), "torch": torch_version(), "cores": cores}
     found = []
     for path in profile_directory().glob("cpu-*.json"):
-        with suppress(OSError, KeyError, TypeError, ValueError):
-            read = _read(path)
-            if read is not None and here.items() <= read[0].items():
-                key, tables = read
+        with suppress(*_DAMAGED):
+            key, tables = _read(path)
+            if here.items() <= key.items():
                 order = (key["ranks"] * key["threads"] <= cores, key["ranks"], path.stat().st_mtime)
                 found.append((order, path, _profile(tables).cluster))
     return [(path, tables) for _, path, tables in sorted(found, key=lambda each: each[0], reverse=True)]
@@ -262,13 +263,11 @@ def processor_name() -> str:
 def has_bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Return True if the processor has instructions that multiply bf16; False if unknown. cpuinfo: the kernel's file
     that lists the processor's flags."""
-    try:
-        text = cpuinfo.read_text()
-    except OSError:
-        return False
-    lines = (line.partition(":") for line in text.splitlines())
-    flags = next((value.split() for name, _, value in lines if name.strip().lower() in ("flags", "features")), [])
-    return not BF16_FLAGS.isdisjoint(flags)
+    with suppress(OSError):
+        lines = (line.partition(":") for line in cpuinfo.read_text().splitlines())
+        flags = next((value.split() for name, _, value in lines if name.strip().lower() in ("flags", "features")), [])
+        return not BF16_FLAGS.isdisjoint(flags)
+    return False
 
 
 def torch_version() -> str:

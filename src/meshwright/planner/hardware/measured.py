@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -158,8 +158,7 @@ class Measured:
         ranks: number of processes that compute at once, None for all ranks of the machine. If this number was not
         measured, the next larger measured number is used, else the largest."""
         found = [each for each in self.products if each.precision == precision and each.form == form]
-        chosen: Products | None = _nearest(found, self.ranks if ranks is None else ranks)
-        return chosen
+        return _nearest(found, self.ranks if ranks is None else ranks)
 
     def one_pass(self, name: str, precision: str = "fp32", ranks: int | None = None) -> Curve | None:
         """Return the measured curve of a memory-bound kernel: seconds as a function of bytes read and written; None if
@@ -218,7 +217,10 @@ def _fit(products: Products) -> tuple[Floats, Floats, Floats]:
     return costs, np.log2(shapes), np.log(seconds / (loads @ costs))
 
 
-def _nearest(measurements: list[Any], ranks: int) -> Any:
+_ByRanks = TypeVar("_ByRanks", Products, KernelCurve)
+
+
+def _nearest(measurements: list[_ByRanks], ranks: int) -> _ByRanks | None:
     """Choose from measurements with different numbers of ranks: the smallest number that is at least `ranks`, else the
     largest. Among measurements with this number, the one with most threads is returned; None for an empty list."""
     order = sorted(measurements, key=lambda each: (each.ranks, -each.threads))

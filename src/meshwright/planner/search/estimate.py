@@ -19,11 +19,12 @@ from meshwright.planner.cost.step_time import StepPredictor, StepTime, default_p
 from meshwright.planner.cost.teacher import make_teacher_work
 from meshwright.planner.hardware.cluster import Cluster, cluster
 from meshwright.planner.hardware.machine_profile import find_process_items
+from meshwright.planner.hardware.values import read_count
 from meshwright.planner.memory.compiled_blocks import version_warning
 from meshwright.planner.memory.rank_memory import RankMemory, fullest_rank
 from meshwright.planner.memory.states import optimizer_kinds
-from meshwright.planner.models import config_of, model_of, model_substitution_note
-from meshwright.planner.problem import Problem
+from meshwright.planner.models import config_of, find_recipe, model_of, model_substitution_note
+from meshwright.planner.problem import Problem, parse_reserve
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.refuse import refuse
@@ -32,6 +33,8 @@ from meshwright.spec.work import MASKED_SHARE
 if TYPE_CHECKING:
     from meshwright.recipe import Recipe
 
+
+_EXAMPLES = {"sequence": "sequence length in tokens, such as 4096", "batch": "global batch in sequences, such as 512"}
 
 TIGHT = 0.05
 """Fraction of a device's memory; if less stays free, a small prediction error may decide whether a layout fits."""
@@ -77,9 +80,8 @@ class Estimate:
     @property
     def communication_seconds(self) -> float:
         """Seconds of a step during which the busiest rank communicates, overlapped communication included."""
-        problem = self.problem
-        step = _step(problem, self.layout)
-        hidden = problem.cluster.time_factor * step.data_seconds() - self.time.breakdown["data"]
+        data = self.problem.cluster.time_factor * _step(self.problem, self.layout).data_seconds()
+        hidden = data - self.time.breakdown["data"]
         return self.exposed_seconds + max(0.0, hidden)
 
     @property
@@ -122,10 +124,11 @@ class ProblemOptions(TypedDict, total=False):
 
     Attributes:
         engine: Training engine (framework) whose kernels and buffers are modelled; `"meshwright"` unless given.
-        compile: True to predict for layers compiled by torch.compile.
-        optimizer: `"adamw"` (if None), `"adam"`, `"sgd"` or `"momentum"`.
+        compile: True to predict for layers compiled by torch.compile; the recipe's `train.compile` if None.
+        optimizer: `"adamw"`, `"adam"`, `"sgd"` or `"momentum"`; the recipe's if None, else `"adamw"`.
         precision: Such as `"bf16"`. If not given: the precision of the layout, else the cluster's default.
         documents: Average number of documents packed into one sequence; 1 unless given.
+        reserve: Memory of a device to keep free: a fraction, `0.1`, or a size, `"8GiB"`; 0 unless given.
     """
 
     engine: str | Engine
@@ -133,52 +136,61 @@ class ProblemOptions(TypedDict, total=False):
     optimizer: str | None
     precision: str | None
     documents: float
+    reserve: str | float
 
 
 def problem_of(
     model: ModelConfig | Recipe | str | Path | Mapping[str, Any], wanted: Cluster | str | Mapping[str, Any], *,
-    sequence: int, batch: int, **options: Unpack[ProblemOptions],
+    sequence: int | None = None, batch: int | None = None, **options: Unpack[ProblemOptions],
 ) -> Problem:  # fmt: skip
     """Return the planning problem described by the arguments of `plan`, after checking them.
 
     model: preset, Hugging Face directory, config.json or its content, or recipe; wanted: cluster as object, shorthand,
-    file or mapping; sequence: tokens of a sequence; batch: sequences of a step over all ranks; options: fields of
-    `ProblemOptions`. Raises `UserError` for an unknown name (the message suggests the most similar one) and for numbers
-    out of range."""
+    file or mapping; sequence: tokens of a sequence; batch: sequences of a step over all ranks; None: the recipe's;
+    options: fields of `ProblemOptions`. Raises `UserError` for an unknown name (the message suggests the most similar
+    one), a missing number, and numbers out of range."""
     check_options(problem_of, options, ProblemOptions)
-    documents, compile = options.get("documents", 1.0), bool(options.get("compile"))
-    optimizer = options.get("optimizer") or "adamw"
-    for name, value in (("sequence", sequence), ("batch", batch)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UserError(f"{name}: takes a whole number, at least 1, not {shorten_repr(value)}")
-        if problem := make_limit_error(name, value):
+    recipe = find_recipe(model)
+    given: dict[str, Any] = {"sequence": sequence, "batch": batch, "optimizer": None, "compile": None} | options
+    if recipe is not None:
+        own = {
+            "sequence": recipe.data.sequence, "batch": recipe.train.batch, "optimizer": recipe.train.optimizer,
+            "compile": recipe.train.compile,
+        }  # fmt: skip
+        given |= {name: value for name, value in own.items() if given[name] is None}
+    for name, example in _EXAMPLES.items():
+        if given[name] is None:
+            raise UserError(f"{name} is missing: {example}")
+        read_count(given[name], f"{name}:")
+        if problem := make_limit_error(name, given[name]):
             raise UserError(problem)
+    length, documents = given["sequence"], given.get("documents", 1.0)
     if not is_finite_number(documents) or documents < 1:
         raise UserError(f"documents: takes a number, at least 1, not {shorten_repr(documents)}")
-    if documents > sequence:
-        raise UserError(f"documents {documents:g}: a sequence of {sequence} tokens has at most {sequence} documents")
+    if documents > length:
+        raise UserError(f"documents {documents:g}: a sequence of {length} tokens has at most {length} documents")
+    optimizer, compile = given["optimizer"] or "adamw", bool(given["compile"])
     optimizer_kinds(optimizer)  # is it known?
     where = wanted if isinstance(wanted, Cluster) else cluster(wanted)
-    recipe: Recipe | None = None
-    if not isinstance(model, ModelConfig | str | Path | Mapping):
-        recipe = model
-        config, assumed = config_of(recipe)
-    else:
+    if recipe is None and isinstance(model, ModelConfig | str | Path | Mapping):
         config, assumed = model_of(model), model_substitution_note(model)
+    else:
+        assert recipe is not None
+        config, assumed = config_of(recipe)
     chosen = options.get("precision") or default_precision(where)
     where.peak(chosen)
-    pairs = recipe is not None and recipe.objective not in ("next-token", "distillation")
-    teacher = None if recipe is None else make_teacher_work(recipe, config)
     process: tuple[tuple[str, int], ...] = ()
     if where.kind == "cpu" and where.measured is not None:
         process = find_process_items(chosen, where.device.name, where.measured.threads, compile)
-    whose = engines.engine(options.get("engine", "meshwright"), compile=compile)
-    whose = whose if recipe is None else whose.overlapped(recipe.train.tensor_overlap, where.kind)
-    if config.adapter is not None and whose.name != "meshwright":
-        raise UserError(f'engine "{whose.name}": adapters are priced for engine "meshwright" alone')
+    engine = engines.engine(options.get("engine", "meshwright"), compile=compile)
+    engine = engine if recipe is None else engine.overlapped(recipe.train.tensor_overlap, where.kind)
+    if config.adapter is not None and engine.name != "meshwright":
+        raise UserError(f'engine "{engine.name}": adapters are priced for engine "meshwright" alone')
     return Problem(
-        config, where, sequence, batch, whose, compile, optimizer, chosen, documents, pairs, teacher, assumed,
-        process=process,
+        config, where, length, given["batch"], engine, compile, optimizer, chosen, documents,
+        pairs=recipe is not None and recipe.objective not in ("next-token", "distillation"),
+        teacher=None if recipe is None else make_teacher_work(recipe, config), assumed=assumed,
+        reserve=parse_reserve(options.get("reserve", 0), where.device.memory_bytes), process=process,
     )  # fmt: skip
 
 
@@ -215,25 +227,23 @@ def _warnings(problem: Problem, layout: Layout, memory: RankMemory) -> list[str]
     """Return lines of text that warn of uncertain predictions: for layouts that `meshwright train` refuses, and for
     axes and schedules that the engine (training framework) does not have. memory: memory of the pipeline rank with the
     highest peak."""
-    found = []
     config, engine = problem.config, problem.engine
-    if config.planning_only:
-        found.append(f"{config.family} can be planned but not run: {config.planning_only}")
-    if engine.name == "meshwright":
+    ours, on_cpu = engine.name == "meshwright", problem.cluster.kind == "cpu"
+    refusal: UserError | None = None
+    if ours and not config.planning_only:
         try:
             refuse(layout, config, problem.batch, problem.sequence, problem.cluster.devices)
         except UserError as error:
-            if not config.planning_only:
-                found.append(f"meshwright train refuses it: {error}")
-    ours, on_cpu = engine.name == "meshwright", problem.cluster.kind == "cpu"
+            refusal = error
     outside = [axis for axis in ("tp", "cp", "pp", "ep") if getattr(layout, axis) > 1 and axis not in engine.axes]
     outside += [f"zero{layout.zero}"] if layout.zero not in engine.zero else []
     outside += [layout.schedule] if layout.pp > 1 and not ours and layout.schedule not in engine.schedules else []
-    if outside:
-        found.append(f"{engine.name} is not known to have {' and '.join(outside)}; priced as if it had")
     other_latent = config.latent is not None and (problem.compile or engine.name not in ("meshwright", "hai-llm"))
     length, positions, several = problem.sequence, config.max_positions, problem.documents > 1
     lines = (
+        (config.planning_only, f"{config.family} can be planned but not run: {config.planning_only}"),
+        (refusal, f"meshwright train refuses it: {refusal}"),
+        (outside, f"{engine.name} is not known to have {' and '.join(outside)}; priced as if it had"),
         (config.prediction_layers, "multi-token prediction: its parameters and time are priced, not its activations"),
         (other_latent, "latent attention: kernels and memory are those of this engine's uncompiled blocks"),
         (config.attention_sinks and problem.compile,
@@ -250,7 +260,7 @@ def _warnings(problem: Problem, layout: Layout, memory: RankMemory) -> list[str]
         (problem.compile and not memory.compiled, "memory is that of uncompiled blocks"),
         (line := problem.compile and memory.compiled and version_warning(), line),
     )  # fmt: skip
-    return [*found, *(str(line) for occurs, line in lines if occurs)]
+    return [str(line) for occurs, line in lines if occurs]
 
 
 def model_document(config: ModelConfig) -> dict[str, int]:

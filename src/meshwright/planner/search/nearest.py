@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -54,7 +57,7 @@ class Nearest:
 def find_nearest(result: SearchResult) -> Nearest | None:
     """Return the layouts that come closest to fitting, for a search in which no layout fits. Return None if training
     cannot run any of the layouts with the lowest memory. result: result of the search."""
-    assert result.screened is not None and not result.best
+    assert not result.best
     least = _least(result.problem, result.screened)
     return None if least is None else Nearest(least, _enough(least))
 
@@ -63,23 +66,20 @@ def _least(problem: Problem, screened: ScreenedLayouts) -> Estimate | None:
     """Return the estimate of the layout with the lowest memory peak by the memory ledger; if several fit, of the
     fastest. None if training cannot run any layout that was tried. screened: closed-form predictions; the layouts with
     the lowest predicted memory are tried."""
-    room = problem.usable_bytes
-    best: tuple[float, float, Layout] | None = None
-    asked = 0
+    sized = islice(_layouts_by_memory(problem, screened), MOST_ASKED)
+    best = min(sized, key=lambda each: each[:2], default=None)
+    return None if best is None else estimate_layout(problem, best[2])
+
+
+def _layouts_by_memory(problem: Problem, screened: ScreenedLayouts) -> Iterator[tuple[float, float, Layout]]:
+    """Yield (bytes by the memory ledger, at least those that may be used; closed-form seconds of a step; layout) for
+    each layout that training can run, lowest closed-form memory first."""
     for at in np.argsort(screened.bytes, kind="stable"):
         layout = screened.layout(at)
-        try:
+        with suppress(UserError):
             refuse(layout, problem.config, problem.batch, problem.sequence, planning=problem.only_planned)
             size = fullest_rank(problem, layout).device_bytes
-        except UserError:
-            continue
-        this = max(float(size), room), float(screened.seconds[at]), layout
-        if best is None or this[:2] < best[:2]:
-            best = this
-        asked += 1
-        if asked == MOST_ASKED:
-            break
-    return None if best is None else estimate_layout(problem, best[2])
+            yield max(float(size), problem.usable_bytes), float(screened.seconds[at]), layout
 
 
 def _enough(least: Estimate) -> Estimate | None:
@@ -106,12 +106,9 @@ def resize_cluster(here: Cluster, devices: int) -> Cluster | None:
     """Return a cluster of `devices` devices like `here`. If `here` has several nodes, nodes of the same size are added.
     If it has one node, the result is the catalogue's cluster for its device. None if the links of the larger cluster
     are unknown."""
-    known = find_device(here.device.name)
     if here.nodes > 1:
         return replace(here, name=f"{devices}x{here.device.name}", devices=devices)
-    if here.measured is not None or known != here.device:
-        return None
-    try:
-        return cluster({"device": here.device.name, "devices": devices})
-    except UserError:  # not whole nodes, or links that nobody has published
-        return None
+    if here.measured is None and find_device(here.device.name) == here.device:
+        with suppress(UserError):  # not whole nodes, or links that nobody has published
+            return cluster({"device": here.device.name, "devices": devices})
+    return None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,15 +51,24 @@ class ScreenedLayouts:
     seconds: Floats
     bytes: Floats
 
-    def by_candidate(self, get: Callable[[StageCandidate], Any]) -> Array:
-        """Return an array with get(stage layout) for each layout of the search. Values that are not numbers are
-        replaced by integers; equal values have equal integers."""
-        return _as_numbers(map(get, self.candidates))[self.candidate]
+    def column(self, *names: str) -> Array:
+        """Return one number per layout: of one property its value, of several an integer that is equal for layouts that
+        agree in all. Values that are no numbers are replaced by integers. A name is that of a field of the pipeline
+        (`PipelineCandidate`) or of the stage's `Layout`; "rows" (sequences of a micro-batch); or "zero" (ZeRO stage,
+        and if its groups are within nodes)."""
+        found, *others = (self._column(name) for name in names)
+        for other in others:
+            found = found * (other.max() + 1) + other
+        return found
 
-    def by_pipeline(self, get: Callable[[PipelineCandidate], Any]) -> Array:
-        """Return an array with get(pipeline) for each layout of the search. Values that are not numbers are replaced by
-        integers; equal values have equal integers."""
-        return _as_numbers(map(get, self.pipelines))[self.pipe]
+    def _column(self, name: str) -> Array:
+        """Return one number per layout, of one property."""
+        if name == "zero":
+            return self.zero * 2 + (self.hybrid > 0)
+        if name in PipelineCandidate._fields:
+            return _as_numbers(getattr(pipe, name) for pipe in self.pipelines)[self.pipe]
+        values = (one.rows if name == "rows" else getattr(one.layout, name) for one in self.candidates)
+        return _as_numbers(values)[self.candidate]
 
     def layout(self, index: int) -> Layout:
         """Return the layout with index `index`."""
@@ -83,31 +93,22 @@ def screen(problem: Problem) -> ScreenedLayouts:
     factors = measured_step_factors(problem.cluster, problem.precision, problem.engine)
     layer_times = LayerTimes(problem, every, factors)
     summed, memory = layer_times.sum_parts(), ActivationBytes(problem, every, layer_times.kinds)
-    blocks: list[tuple[Array, ...]] = [tuple(np.zeros(0) for _ in range(4))]
-    pipes, zeros, lengths = [0], [0], [0]
+    blocks: list[tuple[Array, ...]] = []
     found = list(pipeline_candidates(problem))
-    for ranks in dict.fromkeys(pipe.ranks for pipe in found):
-        grid = _FittingCandidates(summed, ranks)
-        pipelines: dict[tuple[Any, ...], _Pipeline] = {}
-        for number, pipe in enumerate(found):
-            if pipe.ranks != ranks:
-                continue
-            places = stages_by_rank(pipe.schedule, ranks, pipe.chunks)
-            key = pipe.chunks, tuple(map(tuple, places))
-            if key not in pipelines:
-                pipelines[key] = _Pipeline(grid, memory, pipe, places)
-            for zero, *columns in _screen_pipeline(pipelines[key], pipe):
-                blocks.append(tuple(columns))
-                pipes.append(number)
-                zeros.append(zero)
-                lengths.append(len(columns[0]))
-    candidate, hybrid, seconds, size = (
-        np.concatenate(column) for column in zip(*blocks[len(blocks) > 1 :], strict=True)
-    )
+    grids = {ranks: _FittingCandidates(summed, ranks) for ranks in {pipe.ranks for pipe in found}}
+    pipelines: dict[tuple[Any, ...], _Pipeline] = {}
+    for number, pipe in enumerate(found):
+        places = stages_by_rank(pipe.schedule, pipe.ranks, pipe.chunks)
+        key = pipe.ranks, pipe.chunks, tuple(map(tuple, places))
+        if key not in pipelines:
+            pipelines[key] = _Pipeline(grids[pipe.ranks], memory, pipe, places)
+        for candidate, *columns in _screen_pipeline(pipelines[key], pipe):
+            blocks.append((candidate, np.full(len(candidate), number), *columns))
+    no_layout = (np.zeros(0, dtype=np.int64),) * 6
+    candidate, pipes, zero, hybrid, seconds, size = map(np.concatenate, zip(*(blocks or [no_layout]), strict=True))
     factor, once = straggler_terms(problem.cluster)
     seconds = (factor * seconds + once) * problem.cluster.time_factor
-    pipe_column, zero_column = (np.repeat(np.array(each), lengths) for each in (pipes, zeros))
-    return ScreenedLayouts(every, layer_times, found, candidate, pipe_column, zero_column, hybrid, seconds, size)
+    return ScreenedLayouts(every, layer_times, found, candidate, pipes, zero, hybrid, seconds, size)
 
 
 class _Sharding(NamedTuple):
@@ -150,25 +151,14 @@ class _FittingCandidates:
         whole = (experts == 1) | (sharing % experts == 0) | (experts % sharing == 0)
         fits = (shards > 1) & (shards < self.data) & (self.data % shards == 0) & whole
         hybrid = np.where(fits, shards, 0) if inside else np.zeros(len(index), dtype=np.int64)
-        layouts, numbers, which = [], dict[tuple[int, ...], int](), []
-        mesh = layer_times.mesh[index]
-        for key in zip(mesh.tolist(), self.dp.tolist(), hybrid.tolist(), strict=True):
-            if key not in numbers:
-                numbers[key] = len(numbers)
-                zero = {"zero": 1, "hybrid": key[2]} if key[2] else {}
-                layouts.append(layer_times.meshes[key[0]].with_(dp=key[1], **zero))
-            which.append(numbers[key])
-        groups = ProcessGroups(layer_times.collectives, layouts, np.array(which, dtype=np.int64))
+        distinct = np.stack([layer_times.mesh[index], self.dp, hybrid], axis=1)
+        distinct, which = np.unique(distinct, axis=0, return_inverse=True)
+        layouts = [
+            layer_times.meshes[mesh].with_(dp=dp, **({"zero": 1, "hybrid": size} if size else {}))
+            for mesh, dp, size in distinct.tolist()
+        ]
+        groups = ProcessGroups(layer_times.collectives, layouts, which.reshape(-1))
         return _Sharding(fits if inside else self.data > 1, hybrid, groups)
-
-    def levels(self) -> Iterator[tuple[int, bool]]:
-        """Yield the ZeRO settings to try, as (ZeRO stage, inside). inside: True if sharding groups are within nodes,
-        False if all data-parallel ranks form one group."""
-        problem = self.layer_times.problem
-        for zero in problem.engine.zero:
-            yield zero, False
-            if zero and problem.cluster.nodes > 1:
-                yield zero, True
 
 
 class _Pipeline:
@@ -221,9 +211,8 @@ class _Pipeline:
         found = np.zeros(self.saved.shape)
         for number, members in enumerate(of.members):
             ends = members[0], members[-1]  # of equal ranks one or the other has the most
-            waiting, queued = in_flight(
-                pipeline.schedule, pipeline.ranks, pipeline.chunks, grid.micro, ends
-            )  # [times, ranks, n]
+            # Micro-batches in flight, and those whose weight gradients are left: [times, ranks, candidates].
+            waiting, queued = in_flight(pipeline.schedule, pipeline.ranks, pipeline.chunks, grid.micro, ends)
             head: Floats | float = 0.0  # gradient of the head's weight
             if not at_once and of.of_rank[number] @ of.last:
                 head = np.where(of.keeps_gradient(at_once), self.memory.head[grid.index], 0.0)
@@ -234,10 +223,10 @@ class _Pipeline:
 
 def _screen_pipeline(
     costs: _Pipeline, pipeline: PipelineCandidate
-) -> Iterator[tuple[int, Array, Array, Floats, Floats]]:
-    """Predict time and memory of all layouts with one pipeline. Yield for each ZeRO setting: its ZeRO stage, and four
-    arrays with one entry per layout: candidate index, ranks of a sharding group, seconds of a step, bytes at the memory
-    peak. costs: predicted times and memory of the pipeline's ranks."""
+) -> Iterator[tuple[Array, Array, Array, Floats, Floats]]:
+    """Predict time and memory of all layouts with one pipeline. Yield for each ZeRO setting arrays with one entry per
+    layout: candidate index, ZeRO stage, ranks of a sharding group, seconds of a step, bytes at the memory peak. costs:
+    predicted times and memory of the pipeline's ranks."""
     grid = costs.grid
     fits = grid.micro >= MIN_MICRO_BATCHES.get(pipeline.schedule, 0) * pipeline.ranks
     if pipeline.schedule in BIDIRECTIONAL_SCHEDULES:
@@ -247,7 +236,9 @@ def _screen_pipeline(
     at_once = followed_at_once(pipeline.schedule, pipeline.ranks)
     activations = costs.activations(pipeline, at_once) + costs.passing
     makespans: dict[tuple[int, bool], Floats] = {}
-    for zero, inside in grid.levels():
+    for zero, inside in product(grid.layer_times.problem.engine.zero, (False, True)):
+        if inside and not zero:
+            continue
         sharding = grid.sharding[inside]
         chosen = fits & sharding.fits if zero else fits
         if not chosen.any():
@@ -260,4 +251,4 @@ def _screen_pipeline(
         states, layer = costs.states(zero, inside)
         size = (states + activations).max(axis=0) + layer
         at = np.flatnonzero(chosen)
-        yield zero, grid.index[at], sharding.hybrid[at], seconds[at], size[at]
+        yield grid.index[at], np.full(len(at), zero), sharding.hybrid[at], seconds[at], size[at]

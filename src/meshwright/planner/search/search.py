@@ -11,16 +11,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.names import RECOMPUTE
 from meshwright.planner.cost.communication import Array
 from meshwright.planner.cost.step_time import PARTS
-from meshwright.planner.problem import Problem, StageCandidate
+from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate
 from meshwright.planner.search.screen import ScreenedLayouts, screen
 from meshwright.planner.search.shortlist import Shortlist, add_device_overhead, device_bytes
@@ -74,9 +73,9 @@ class SearchResult:
         reasons: For each of `best`, text on why it is slower than the first.
         searched: Number of layouts searched.
         seconds: Duration of the search.
+        screened: Closed-form time and memory of all layouts.
         differences: Relative errors of closed-form step times against the simulator.
         advice: Fast layouts that do not fit.
-        screened: Closed-form time and memory of all layouts.
         undecided: Number of layouts that may be faster than the last of `best`, but were not predicted exactly because
             the search reached its limit.
     """
@@ -86,9 +85,9 @@ class SearchResult:
     reasons: tuple[str, ...]
     searched: int
     seconds: float
+    screened: ScreenedLayouts = field(repr=False)
     differences: tuple[float, ...] = ()
     advice: tuple[TooLargeLayout, ...] = ()
-    screened: ScreenedLayouts | None = field(default=None, repr=False)
     undecided: int = 0
 
 
@@ -106,12 +105,12 @@ def search(problem: Problem, top: int = 5) -> SearchResult:
             f"{problem.sequence}: each of dp replicas needs a sequence; use a larger batch or fewer devices"
         )
     shortlist = Shortlist(problem, every, max(top, FINAL))
-    differences = tuple(shortlist.differences)
+    differences = tuple(shortlist.difference[at] for _, at, _ in shortlist.best)
     best = fastest_of_kinds(shortlist, top)
     advice = sorted(_advice(shortlist, best[0].time.seconds if best else np.inf), key=lambda one: one.seconds)
     return SearchResult(
         problem, tuple(best), tuple(describe_losses(best)), len(every.candidate), time.perf_counter() - begun,
-        differences, tuple(advice), every, shortlist.undecided(best, top),
+        every, differences, tuple(advice), shortlist.undecided(best, top),
     )  # fmt: skip
 
 
@@ -123,7 +122,7 @@ def _advice(shortlist: Shortlist, first: float) -> Iterator[TooLargeLayout]:
     fit = add_device_overhead(problem, every.bytes) <= room
     expected = shortlist.expected()
     remaining = np.where(fit, np.inf, expected)
-    columns = {name: change.column(every) for name, change in _CHANGES.items()}
+    columns = {name: every.column(*change.properties) for name, change in _CHANGES.items()}
     found = 0
     for _ in range(MOST_LOOKED_AT):
         at = int(remaining.argmin())
@@ -171,39 +170,27 @@ def _find_change(
 
 
 class Change(NamedTuple):
-    """A property, such as recompute, in which a suggested layout may differ from one that does not fit. column:
-    function that returns an array with a number for each screened layout; equal values of the property have equal
-    numbers. text: function that returns the property's notation for a layout, such as "ac:full"."""
+    """A respect, such as recompute, in which a suggested layout may differ from one that does not fit. properties: what
+    it consists of, names for `ScreenedLayouts.column`; text: function that returns its notation for a layout, such as
+    "ac:full"."""
 
-    column: Callable[[ScreenedLayouts], Array]
+    properties: tuple[str, ...]
     text: Callable[[Layout], str]
 
 
-def _of_stage(get: Callable[[Layout], Any]) -> Callable[[ScreenedLayouts], Array]:
-    """Return the function `column` of a `Change`: it applies `get` to the stage layout of every screened layout, and
-    returns an array with one number each."""
-    return lambda every: every.by_candidate(lambda one: get(one.layout))
-
-
 _CHANGES = {
-    "tp": Change(_of_stage(lambda one: one.tp), lambda one: f"tp{one.tp}"),
-    "cp": Change(_of_stage(lambda one: one.cp), lambda one: f"cp{one.cp}"),
-    "pp": Change(lambda every: every.by_pipeline(lambda pipe: pipe.ranks), lambda one: f"pp{one.pp}"),
-    "rows": Change(lambda every: every.by_candidate(lambda one: one.rows), lambda one: f"mb{one.micro_batches}"),
-    "recompute": Change(_of_stage(lambda one: one.recompute), lambda one: f"ac:{one.recompute}"),
-    "zero": Change(
-        lambda every: every.zero * 2 + (every.hybrid > 0),
-        lambda one: f"zero{one.zero}" + (f" hs{one.hybrid}" if one.hybrid else ""),
-    ),
-    "schedule": Change(
-        lambda every: every.by_pipeline(lambda pipe: (pipe.schedule, pipe.chunks)),
-        lambda one: f"pp{one.pp}{one._format_schedule()}",
-    ),
+    "tp": Change(("tp",), lambda one: f"tp{one.tp}"),
+    "cp": Change(("cp",), lambda one: f"cp{one.cp}"),
+    "pp": Change(("ranks",), lambda one: f"pp{one.pp}"),
+    "rows": Change(("rows",), lambda one: f"mb{one.micro_batches}"),
+    "recompute": Change(("recompute",), lambda one: f"ac:{one.recompute}"),
+    "zero": Change(("zero",), lambda one: f"zero{one.zero}" + (f" hs{one.hybrid}" if one.hybrid else "")),
+    "schedule": Change(("schedule", "chunks"), lambda one: f"pp{one.pp}{one._format_schedule()}"),
     "sequence": Change(
-        _of_stage(lambda one: (one.tensor_sequence_parallel, one.cp_method == "ring")),
+        ("tensor_sequence_parallel", "cp_method"),
         lambda one: "sequence-parallel norms" if one.tensor_sequence_parallel else "tp:nosp",
     ),
-    "experts": Change(_of_stage(lambda one: (one.ep, one.etp)), lambda one: f"ep{one.ep}:etp{one.etp}"),
+    "experts": Change(("ep", "etp"), lambda one: f"ep{one.ep}:etp{one.etp}"),
 }
 
 
@@ -238,31 +225,25 @@ def layout_kinds(screened: ScreenedLayouts) -> Array:
     """Return one integer per candidate layout, equal for layouts of the same kind. Layouts are of one kind if they
     agree in three things: which axes are larger than 1; recompute; what ZeRO shards (nothing, optimizer states, or
     parameters too). screened: closed-form predictions of the candidates."""
-
-    def of_stage(candidate: StageCandidate) -> int:
-        """Return an integer that is equal for stages of one kind."""
-        layout = candidate.layout
-        axes = (layout.tp > 1) + 2 * (layout.cp > 1) + 4 * (layout.ep > 1)
-        return axes + 8 * RECOMPUTE.index(layout.recompute)
-
-    pipelined, level = screened.by_pipeline(lambda pipe: pipe.ranks > 1), np.array([0, 1, 1, 2])[screened.zero]
-    return np.asarray((screened.by_candidate(of_stage) * 2 + pipelined) * 3 + level)
+    kinds = 3 * screened.column("recompute") + np.array([0, 1, 1, 2])[screened.zero]
+    for axis in ("tp", "cp", "ep", "ranks"):
+        kinds = 2 * kinds + (screened.column(axis) > 1)
+    return np.asarray(kinds)
 
 
 def describe_losses(best: Sequence[Estimate]) -> Iterator[str]:
     """Yield text for each of the best estimates on why it is slower than the first: the parts of the step that take
     longer, in % of the first's step."""
-    for number, one in enumerate(best):
-        if number == 0:
-            yield "the fastest"
-            continue
+    if best:
+        yield "the fastest"
+    for one in best[1:]:
         first = best[0].time
         more = {part: (one.time.breakdown[part] - first.breakdown[part]) / first.seconds for part in PARTS}
         worse = sorted((part for part in PARTS if more[part] >= 0.001), key=lambda part: -more[part])[:3]
-        less = [part for part in PARTS if more[part] <= -0.001]
+        less = sorted((part for part in PARTS if more[part] <= -0.001), key=lambda part: more[part])[:2]
         most = max(PARTS, key=lambda part: more[part])
-        least = f"{most} +{more[most]:.2%}" if more[most] >= 5e-5 else "as fast"
-        text = ", ".join(f"{part} +{more[part]:.1%}" for part in worse) or least
-        yield text + (
-            f" (less {' and '.join(sorted(less, key=lambda part: more[part])[:2])})" if less and worse else ""
-        )
+        if worse:
+            text = ", ".join(f"{part} +{more[part]:.1%}" for part in worse)
+            yield f"{text} (less {' and '.join(less)})" if less else text
+        else:
+            yield f"{most} +{more[most]:.2%}" if more[most] >= 5e-5 else "as fast"

@@ -10,7 +10,6 @@ import numpy as np
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.names import RECOMPUTE
 from meshwright.planner.cost.communication import Array
 from meshwright.planner.cost.step_time import StepPredictor
 from meshwright.planner.memory.rank_memory import context_bytes, distinct_ranks, memory_of, slack_fraction
@@ -49,68 +48,54 @@ class Shortlist:
         self.difference: dict[int, float] = {}
         self.makespans = MakespanCache()
         self.kinds = self._kinds()
-        # Their closed-form memory has similar errors.
-        recompute = screened.by_candidate(lambda one: RECOMPUTE.index(one.layout.recompute))
-        self._memory = screened.by_pipeline(lambda pipe: pipe.schedule) * len(RECOMPUTE) + recompute
+        self._memory = screened.column("schedule", "recompute")  # closed-form memory has similar errors where it agrees
         self.factors: dict[int, float] = {}
         self.stopped = False
-        self._wanted, self.budget, self.asked = wanted, MOST_PRICED, 0
+        self._wanted, self.budget = wanted, MOST_PRICED
         self._needed = add_device_overhead(problem, screened.bytes)
-        self._left = self._needed <= self.room * DOUBT_ABOVE
         # Closed-form seconds, corrected by simulations of the same kind; infinite once predicted exactly or excluded.
-        self.pending = np.where(self._left, screened.seconds, np.inf)
+        self.pending = np.where(self._needed <= self.room * DOUBT_ABOVE, screened.seconds, np.inf)
         self._decide()
 
-    @property
-    def differences(self) -> list[float]:
-        """Relative errors of the closed-form step times of `best` against the simulator."""
-        return [self.difference[at] for _, at, _ in self.best]
-
-    def _decide(self) -> None:
+    def _decide(self) -> int:
         """Predict candidates exactly, in the order of their closed-form times, until no other can be among the wanted
-        fastest or the budget of exact predictions is used."""
-        every, problem, wanted = self.every, self.problem, self._wanted
-        needed, left, pending = self._needed, self._left, self.pending
-        kinds, factors = self.kinds, self.factors
-        for _ in range(self.budget):
-            self.asked += 1
-            at = int(pending.argmin())
-            if pending[at] == np.inf or (len(self.best) >= wanted and pending[at] > self.best[wanted - 1][0]):
-                break
-            closed = pending[at]
-            pending[at], left[at] = np.inf, False
-            layout = every.layout(at)
+        fastest or the budget of exact predictions is used. Return the number of candidates that were looked at."""
+        closed_form, wanted, factors = self.every.seconds, self._wanted, self.factors
+        for number in range(self.budget):
+            at = int(self.pending.argmin())
+            closed = self.pending[at]
+            if closed == np.inf or (len(self.best) >= wanted and closed > self.best[wanted - 1][0]):
+                return number + 1
+            self.pending[at] = np.inf
+            layout = self.every.layout(at)
             if not self.accepts(layout):
                 continue
-            if needed[at] * DOUBT_BELOW > self.room:
-                exact = device_bytes(problem, layout, self.room)
+            if self._needed[at] * DOUBT_BELOW > self.room:
+                exact = device_bytes(self.problem, layout, self.room)
                 self._learn(at, exact)
                 if exact > self.room:
                     continue
             seconds = self.seconds(at, layout)
-            kind, ratio = int(kinds[at]), seconds / float(every.seconds[at])
+            kind, ratio = int(self.kinds[at]), seconds / float(closed_form[at])
             if kind not in factors or abs(ratio / factors[kind] - 1) > 0.002:
-                alike = (kinds == kind) & left
-                pending[alike] = every.seconds[alike] * ratio
-                if (
-                    kind not in factors and abs(ratio - 1) > 0.002
-                ):  # what it is to be compared with is the corrected one
+                alike = (self.kinds == kind) & (self.pending < np.inf)
+                self.pending[alike] = closed_form[alike] * ratio
+                if kind not in factors and abs(ratio - 1) > 0.002:  # compared with the corrected closed form
                     closed = seconds
                 factors[kind] = ratio
             self.difference[at] = closed / seconds - 1
             insort(self.best, (seconds, at, layout))
-        else:
-            self.stopped = True
+        self.stopped = True
+        return self.budget
 
     def exclude(self, alike: Array, budget: int) -> int:
         """Exclude candidates, and find the fastest candidate that remains; it becomes the first entry of `best`. Return
         the number of exact predictions made. alike: bool array over all candidates, True for candidates to exclude;
         budget: maximum number of exact predictions."""
-        before, self.budget = self.asked, budget
-        self.pending[alike], self._left[alike], self._wanted = np.inf, False, 1
+        self.pending[alike] = np.inf
+        self._wanted, self.budget = 1, budget
         self.best = [entry for entry in self.best if not alike[entry[1]]]
-        self._decide()
-        return self.asked - before
+        return self._decide()
 
     def _learn(self, index: int, exact: float) -> None:
         """Correct the closed-form memory of similar candidates by one exact prediction. The memory of all candidates
@@ -118,15 +103,14 @@ class Shortlist:
         `exact` bytes. Candidates that are then too large are excluded."""
         alike = self._memory == self._memory[index]
         self._needed[alike] *= exact / self._needed[index]
-        too_large = alike & self._left & (self._needed > self.room * DOUBT_ABOVE)
-        self.pending[too_large], self._left[too_large] = np.inf, False
+        self.pending[alike & (self._needed > self.room * DOUBT_ABOVE)] = np.inf
 
     def _kinds(self) -> Array:
         """Return one integer per candidate; equal integers mean that closed-form times have similar errors. Such
         candidates have the same pipeline, and equal numbers of micro-batches per pipeline rank after rounding to a
         power of two."""
-        every, ranks = self.every, self.every.by_pipeline(lambda pipe: pipe.ranks)
-        inner = every.by_candidate(lambda one: one.layout.tp * one.layout.cp / one.rows)
+        every, ranks = self.every, self.every.column("ranks")
+        inner = every.column("tp") * every.column("cp") / every.column("rows")
         micro = self.problem.batch / self.problem.cluster.devices * inner * ranks
         rounds = np.clip(np.log2(micro / ranks) + 16, 0, 63).astype(np.int64)
         return np.asarray(every.pipe * 64 + rounds)
@@ -178,12 +162,13 @@ class Shortlist:
         found: dict[int, Estimate] = {}
         while True:
             fit: list[Estimate] = []
-            too_large: dict[int, float] = {}
+            too_large: dict[int, int] = {}
             for _, at, layout in self.best:
-                if at not in found and (size := self._too_large(layout)) is not None:
-                    too_large[at] = size
-                    continue
                 if at not in found:
+                    size = device_bytes(self.problem, layout, self.room, distinct_ranks(self.problem, layout))
+                    if size > self.room:
+                        too_large[at] = size
+                        continue
                     found[at] = estimate_layout(self.problem, layout, self._step(at, layout))
                 fit.append(found[at])
                 if len(fit) == top:
@@ -194,13 +179,6 @@ class Shortlist:
             for at, size in too_large.items():
                 self._learn(at, size)
             self._decide()
-
-    def _too_large(self, layout: Layout) -> float | None:
-        """Return the bytes on a device of a pipeline rank that needs more than the usable memory; None if all ranks
-        fit."""
-        layout = layout.with_(precision=self.problem.precision)
-        size = device_bytes(self.problem, layout, self.room, distinct_ranks(self.problem, layout))
-        return size if size > self.room else None
 
 
 def device_bytes(problem: Problem, layout: Layout, limit: float = math.inf, ranks: Iterable[int] | None = None) -> int:

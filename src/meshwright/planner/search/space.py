@@ -4,6 +4,8 @@ pipelines. The numbers of replicas and micro-batches follow from the cluster and
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import product
 from typing import NamedTuple
 
 from meshwright.errors import UserError
@@ -55,16 +57,12 @@ def _stages(problem: Problem) -> Iterator[Layout]:
             if cp > 1 and (problem.sequence // cp < LEAST_TOKENS or "cp" not in engine.axes):
                 continue
             for ep, etp in _experts(config, engine, devices, tp):
-                for whole in (True, False)[: 1 + (tp > 1)]:
-                    for method in ("ring", "ulysses")[: 1 + (cp > 1)]:
-                        try:
-                            layout = Layout(
-                                dp=ep * etp, tp=tp, tensor_sequence_parallel=whole, cp=cp, cp_method=method,
-                                ep=ep, etp=etp,
-                            )  # fmt: skip
-                            refuse(layout, config, layout.dp, problem.sequence, planning=True)
-                        except UserError:
-                            continue
+                for whole, method in product((True, False)[: 1 + (tp > 1)], ("ring", "ulysses")[: 1 + (cp > 1)]):
+                    with suppress(UserError):
+                        layout = Layout(
+                            dp=ep * etp, tp=tp, tensor_sequence_parallel=whole, cp=cp, cp_method=method, ep=ep, etp=etp
+                        )
+                        refuse(layout, config, layout.dp, problem.sequence, planning=True)
                         yield layout
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 
@@ -12,10 +13,10 @@ from meshwright.draw.markup import Content, Markup, element
 from meshwright.draw.page import paragraph, table
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.planner.api import Plan
 from meshwright.planner.cost.reference_step import measured_step_factors
 from meshwright.planner.cost.step_time import pipeline_durations
 from meshwright.planner.memory.rank_memory import RankMemory, distinct_ranks, memory_of, merge_layers
-from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate
 from meshwright.planner.search.nearest import Nearest
 from meshwright.planner.search.search import SearchResult
@@ -33,22 +34,15 @@ MOST_STEPS = 1500
 MOST_DRAWN = 60_000
 
 
-def plan_page(
-    problem: Problem, model: str, best: Sequence[Estimate], result: SearchResult | None = None,
-    least: Nearest | None = None,
-) -> str:  # fmt: skip
-    """Return the HTML page of a plan.
-
-    problem: planning problem; model: name of the model, for the title; best: estimates, fastest first; result: result
-    of the search, None if the user gave the layout; least: layouts that come closest to fitting, None if some layout
-    fits."""
-    name, _, rest = text.headline(problem, model).partition(": ")
+def plan_page(plan: Plan, model: str) -> str:
+    """Return the HTML page of a plan. model: name of the model, for the title."""
+    name, _, rest = text.headline(plan.problem, model).partition(": ")
     parts: list[Content] = [element("h1", name), paragraph(rest, muted=True)]
-    if result is not None:
-        parts += _search(result, least)
-    for one in [*best, *([least.least] if least else [])][:1]:
+    if plan.search is not None:
+        parts += _search(plan.search, plan.nearest)
+    for one in [*plan.estimates, *([plan.nearest.least] if plan.nearest else [])][:1]:
         parts += _layout(one)
-    legend = notation_legend(one.layout for one in best)
+    legend = notation_legend(one.layout for one in plan.estimates)
     parts += [element("h2", "Layout notation"), table((), legend)] if legend else []
     return draw.page(f"plan of {model}", *parts)
 
@@ -57,8 +51,10 @@ def _search(result: SearchResult, least: Nearest | None) -> Iterator[Markup]:
     """Yield the page's sections on a search: a table of the best layouts, a list of faster layouts that do not fit, and
     a scatter plot of memory against time. least: layouts that come closest to fitting; None if some layout fits."""
     if result.best:
+        unit = text.Unit.of(max(one.memory.device_bytes for one in result.best))
+        head = ("layout", "step s", "low", "high", "tokens/s/device", "MFU", f"memory {unit.name}")
         yield element("h2", f"The best of {result.searched:,} layouts")
-        yield _best(result)
+        yield table((*head, "compared with the first"), text.best_cells(result, unit))
         yield paragraph(selection_note(result.best), muted=True)
         yield paragraph("Low and high: bounds within which measured step times are expected.", muted=True)
     else:
@@ -72,7 +68,7 @@ def _search(result: SearchResult, least: Nearest | None) -> Iterator[Markup]:
         larger = [
             (
                 str(one.layout), text.seconds_text(result.problem, one.layout, one.seconds),
-                text.Unit.of(one.bytes).format(one.bytes), text.change_text(result.problem, one) or text.NO_CHANGE,
+                text.format_size(one.bytes), text.change_text(result.problem, one) or text.NO_CHANGE,
             )
             for one in result.advice
         ]  # fmt: skip
@@ -80,13 +76,6 @@ def _search(result: SearchResult, least: Nearest | None) -> Iterator[Markup]:
     yield element("h2", "Memory against time")
     yield memory_time_scatter(result, result.best or ([least.least] if least else []))
     yield paragraph(f"Grey: a sample of all layouts. Orange: the {'best' if result.best else 'smallest'}.", muted=True)
-
-
-def _best(result: SearchResult) -> Markup:
-    """Return an HTML table of the best layouts of a search."""
-    unit = text.Unit.of(max(one.memory.device_bytes for one in result.best))
-    head = ("layout", "step s", "low", "high", "tokens/s/device", "MFU", f"memory {unit.name}")
-    return table((*head, "compared with the first"), text.best_cells(result, unit))
 
 
 def _layout(estimate: Estimate) -> Iterator[Markup]:
@@ -176,15 +165,11 @@ def _shortened(estimate: Estimate) -> Layout:
     """Return the layout of an estimate for the drawing of its pipeline schedule: the number of micro-batches is reduced
     to what a drawing can show."""
     layout, problem = estimate.layout, estimate.problem
-    each = 3 * layout.pp * layout.chunks
-    for rounds in (8, 4, 2, 1):
-        short = layout.with_(micro_batches=min(layout.micro_batches, rounds * layout.pp))
-        if each * short.micro_batches > MOST_DRAWN and rounds > 1:
-            continue
-        try:
-            batch = problem.batch // layout.micro_batches * short.micro_batches
-            refuse(short, problem.config, batch, problem.sequence, planning=True)
-        except UserError:
-            break
+    eight, four, two, one = (min(layout.micro_batches, rounds * layout.pp) for rounds in (8, 4, 2, 1))
+    shown = next((few for few in (eight, four, two) if 3 * layout.pp * layout.chunks * few <= MOST_DRAWN), one)
+    batch = problem.batch // layout.micro_batches * shown
+    with suppress(UserError):
+        short = layout.with_(micro_batches=shown)
+        refuse(short, problem.config, batch, problem.sequence, planning=True)
         return short
-    return layout.with_(micro_batches=min(layout.micro_batches, 2 * layout.pp))  # what every schedule takes
+    return layout.with_(micro_batches=two)  # what every schedule takes

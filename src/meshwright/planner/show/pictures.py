@@ -14,7 +14,7 @@ from meshwright.draw.scatter import draw_scatter
 from meshwright.planner.search.estimate import Estimate
 from meshwright.planner.search.search import SearchResult
 from meshwright.planner.search.shortlist import add_device_overhead
-from meshwright.planner.show.text import Unit, share_text
+from meshwright.planner.show.text import Unit, format_size, share_text
 
 COLOURS = {
     "parameters": "blue", "gradients": "orange", "optimizer": "purple", "activations": "green",
@@ -30,15 +30,13 @@ SLOWEST, LARGEST = 6, 32
 def memory_time_scatter(result: SearchResult, marked: Sequence[Estimate]) -> Markup:
     """Return a log-log scatter plot of memory against step time for a sample of the layouts of a search. marked:
     estimates to highlight."""
-    every = result.screened
-    assert every is not None
-    room = result.problem.usable_bytes
+    every, room = result.screened, result.problem.usable_bytes
     size = add_device_overhead(result.problem, every.bytes)
     near = np.flatnonzero((every.seconds < SLOWEST * every.seconds.min()) & (size < LARGEST * room))
     chosen = near[:: max(1, len(near) // MOST_DOTS)]
     points = [*zip(every.seconds[chosen].tolist(), size[chosen].tolist(), strict=True)]
     best = [
-        (seconds, float(memory), f"{one.layout}: {seconds:.4g} s, {Unit.of(memory).format(memory)}")
+        (seconds, float(memory), f"{one.layout}: {seconds:.4g} s, {format_size(memory)}")
         for one in marked
         for seconds, memory in [(one.time.seconds, one.memory.device_bytes)]
     ]
@@ -64,13 +62,11 @@ def memory_bars(rows: Sequence[tuple[str, dict[str, float]]], limit: float) -> M
     """Return stacked bars of memory with a legend, one bar for each item of `rows`. An item is (label, {category:
     bytes}). limit: bytes of a device's memory, drawn as a line."""
     used = [part for part in rows[0][1] if any(parts[part] > 0 for _, parts in rows)]
-    drawn = draw_page_bars(
-        rows, COLOURS, lambda size: Unit.of(size).format(size), "memory of each rank", _device_limit(limit)
-    )
+    drawn = draw_page_bars(rows, COLOURS, format_size, "memory of each rank", _device_limit(limit))
     return join([drawn, legend((part, COLOURS[part]) for part in used)])
 
 
 def _device_limit(limit: float) -> tuple[float, str]:
     """Return (position in bytes, label) of the line that marks a device's memory limit in a plot. limit: the limit in
     bytes."""
-    return limit, f"{Unit.of(limit).format(limit)} of a device"
+    return limit, f"{format_size(limit)} of a device"

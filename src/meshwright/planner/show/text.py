@@ -20,7 +20,7 @@ from meshwright.planner.search.search import SearchResult, TooLargeLayout
 from meshwright.planner.search.shortlist import MOST_PRICED
 from meshwright.planner.show.explain import OperationTime
 from meshwright.planner.show.notation import notation_legend, recipe_block, selection_note
-from meshwright.terminal import LEAST_WORDS
+from meshwright.terminal import LEAST_WORDS, wrap_line
 
 WIDE = 200
 """Characters of a line if the width of the terminal is unknown."""
@@ -32,16 +32,14 @@ LEAST_PART = 1e-6
 def headline(problem: Problem, model: str) -> str:
     """Return one line of text on a planning problem: model, cluster, sequence length and batch. model: name of the
     model, to be printed."""
-    sizes = model_document(problem.config)
-    active = (
-        "" if sizes["active_parameters"] == sizes["parameters"] else f", {_count(sizes['active_parameters'])} active"
-    )
-    cluster = problem.cluster
+    sizes, cluster = model_document(problem.config), problem.cluster
+    total, used = sizes["parameters"], sizes["active_parameters"]
+    active = "" if used == total else f", {_count(used)} active"
     compiled = ", compiled" if problem.compile else ""
-    reserved = f", {Unit.of(problem.reserve).format(problem.reserve)} of it reserved" if problem.reserve else ""
+    reserved = f", {format_size(problem.reserve)} of it reserved" if problem.reserve else ""
     calibrated = "" if cluster.calibration is None else f"; {cluster.calibration.line}"
     return (
-        f"{model}: {_count(sizes['parameters'])} parameters{active}; "
+        f"{model}: {_count(total)} parameters{active}; "
         f"{problem.batch:,} sequence{'s' * (problem.batch > 1)} of {problem.sequence:,} tokens on "
         f"{cluster.name} ({cluster.devices:,} devices, "
         f"{cluster.device.memory_bytes / GIB:.1f} GiB each{reserved}); {problem.engine.name}{compiled}, "
@@ -56,12 +54,12 @@ def search_text(result: SearchResult, width: int = WIDE) -> str:
         lines.append("none of them fits in memory")
     else:
         lines += _best(result, width)
-        lines += wrap_line(f"  {selection_note(result.best)}", width, "  ")
+        lines.append(wrap_line(f"  {selection_note(result.best)}", width, "  "))
     if result.undecided:
-        lines += wrap_line(f"  {undecided_text(result)}", width, "  ")
+        lines.append(wrap_line(f"  {undecided_text(result)}", width, "  "))
     if result.advice and result.best:
         lines.append("faster layouts that do not fit:")
-        lines += [part for one in result.advice for part in wrap_line(f"  {advice_text(result, one)}", width, "    ")]
+        lines += [wrap_line(f"  {advice_text(result, one)}", width, "    ") for one in result.advice]
     return "\n".join(lines)
 
 
@@ -69,19 +67,18 @@ def _best(result: SearchResult, width: int) -> Iterator[str]:
     """Yield the lines of a text table of the best layouts of a search. width: maximum characters of a line; long words
     may exceed it."""
     unit = Unit.of(max(one.memory.device_bytes for one in result.best))
-    rows = [(step, f"{low} - {high}", *rest) for _, step, low, high, *rest, _ in best_cells(result, unit)]
-    head = ("step s", "low - high", "tokens/s/device", "MFU", unit.name)
-    figures = format_table([head, *rows])
-    names = [f"{number}  {one.layout}" for number, one in enumerate(result.best, 1)]
+    cells = best_cells(result, unit)
+    rows = [(step, f"{low} - {high}", *rest) for _, step, low, high, *rest, _ in cells]
+    figures = format_table([("step s", "low - high", "tokens/s/device", "MFU", unit.name), *rows])
+    names = ["   layout", *(f"{number}  {layout}" for number, (layout, *_) in enumerate(cells, 1))]
     widest = max(map(len, names))
     beside = widest + len(figures[1]) + 4 + LEAST_WORDS <= width  # else the figures stand below their layout
     before = widest if beside else 1
     indent = " " * (before + len(figures[1]) + 4)
-    words = ("compared with the first", *(row[-1] for row in best_cells(result, unit)))
-    for name, line, why in zip(["   layout", *names], figures, words, strict=True):
+    for name, line, why in zip(names, figures, ("compared with the first", *(row[-1] for row in cells)), strict=True):
         if not beside:
             yield name
-        yield from wrap_line(f"{name if beside else '':{before}}  {line}  {why}", width, indent)
+        yield wrap_line(f"{name if beside else '':{before}}  {line}  {why}", width, indent)
 
 
 def best_cells(result: SearchResult, unit: Unit) -> list[tuple[str, ...]]:
@@ -104,7 +101,7 @@ def advice_text(result: SearchResult, too_large: TooLargeLayout) -> str:
     problem = result.problem
     more = too_large.bytes - problem.usable_bytes
     wants = f"{too_large.layout}: {seconds_text(problem, too_large.layout, too_large.seconds)}, "
-    wants += f"but {Unit.of(more).format(more)} too much"
+    wants += f"but {format_size(more)} too much"
     change = change_text(problem, too_large)
     return f"{wants}; it fits with {change}" if change else f"{wants}; {NO_CHANGE} makes it fit"
 
@@ -132,7 +129,7 @@ def nearest_text(nearest: Nearest, width: int = WIDE) -> str:
     """Format the layouts that come closest to fitting, for a search in which no layout fits. width: maximum characters
     of a line; long words may exceed it."""
     lines = ["the layout that needs the least memory, which does not fit either:", estimate_text(nearest.least, width)]
-    return "\n".join([*lines, *wrap_line(nearest_line(nearest), width, "  ")])
+    return "\n".join([*lines, wrap_line(nearest_line(nearest), width, "  ")])
 
 
 def nearest_line(nearest: Nearest) -> str:
@@ -145,7 +142,7 @@ def nearest_line(nearest: Nearest) -> str:
     return (
         f"{nearest.devices:,} devices would suffice: {enough.layout}, "
         f"{seconds_text(enough.problem, enough.layout, enough.time.seconds)}, "
-        f"{Unit.of(memory).format(memory)} per device."
+        f"{format_size(memory)} per device."
     )
 
 
@@ -166,26 +163,26 @@ def recipe_text(recipe_estimate: Estimate | str, best: Estimate | None) -> str:
     beside = "" if best is None else f": {recipe_estimate.time.seconds / best.time.seconds:.2f} times the first"
     memory, layout = recipe_estimate.memory.device_bytes, recipe_estimate.layout
     seconds = seconds_text(recipe_estimate.problem, layout, recipe_estimate.time.seconds)
-    return f"the recipe's own layout: {layout}, {seconds}{beside}; {Unit.of(memory).format(memory)}{fits}"
+    return f"the recipe's own layout: {layout}, {seconds}{beside}; {format_size(memory)}{fits}"
 
 
 def estimate_text(estimate: Estimate, width: int = WIDE) -> str:
     """Format one estimate as text: time by part, memory by category and by item. width: maximum characters of a line;
     long words may exceed it."""
-    time, unit = estimate.time, Unit.of(estimate.memory.device_bytes)
-    listed = ((part, seconds, share_text(seconds / time.seconds)) for part, seconds in list_parts(time).items())
-    parts = ", ".join(f"{part} {seconds:.3g} s ({share})" for part, seconds, share in listed)
-    lines = wrap_line(f"{estimate.layout}: {step_text(estimate)}", width, "  ")
-    lines += wrap_line(f"  time: {parts}", width, "    ")
+    time = estimate.time
+    parts = [f"{part} {took:.3g} s ({share_text(took / time.seconds)})" for part, took in list_parts(time).items()]
+    rows = list(_bill(estimate, Unit.of(estimate.memory.device_bytes)))
+    figures = format_table([row[:2] for row in rows])
+    described = [f"time: {', '.join(parts)}", f"memory: {memory_text(estimate)}"]
     if estimate.layout.world_size > 1:
-        lines += wrap_line(f"  communication: {communication_text(estimate)}", width, "    ")
-    lines += wrap_line(f"  memory: {memory_text(estimate)}", width, "    ")
-    figures = format_table([row[:2] for row in _bill(estimate, unit)])
-    for line, (*_, what) in zip(figures, _bill(estimate, unit), strict=True):
-        lines += wrap_line(f"  {line}  {what}".rstrip(), width, " " * (len(figures[0]) + 4))
-    for said in estimate.warnings:
-        lines += wrap_line(f"  warning: {said}", width, "    ")
-    return "\n".join(lines)
+        described.insert(1, f"communication: {communication_text(estimate)}")
+    lines = [wrap_line(f"{estimate.layout}: {step_text(estimate)}", width, "  ")]
+    lines += [wrap_line(f"  {line}", width, "    ") for line in described]
+    beside = " " * (len(figures[0]) + 4)
+    lines += [
+        wrap_line(f"  {line}  {what}".rstrip(), width, beside) for line, (*_, what) in zip(figures, rows, strict=True)
+    ]
+    return "\n".join([*lines, *(wrap_line(f"  warning: {said}", width, "    ") for said in estimate.warnings)])
 
 
 def list_parts(time: StepTime) -> dict[str, float]:
@@ -209,12 +206,10 @@ def memory_text(estimate: Estimate) -> str:
     time) of the peak. estimate: estimate of the layout."""
     memory, room = estimate.memory, estimate.problem.usable_bytes
     over = memory.device_bytes - room
-    verdict = (
-        f"fits{', tight' * estimate.tight}" if estimate.fits else f"does not fit: {Unit.of(over).format(over)} too much"
-    )
+    verdict = f"fits{', tight' * estimate.tight}" if estimate.fits else f"does not fit: {format_size(over)} too much"
     where = f" on pipeline rank {memory.pp_rank}" if estimate.layout.pp > 1 else ""
-    used = Unit.of(memory.device_bytes).format(memory.device_bytes)
-    return f"{used} of {Unit.of(room).format(room)}, {verdict}; peak{where} at {memory.peak_snapshot}"
+    used = format_size(memory.device_bytes)
+    return f"{used} of {format_size(room)}, {verdict}; peak{where} at {memory.peak_snapshot}"
 
 
 def communication_text(estimate: Estimate) -> str:
@@ -232,7 +227,7 @@ def usage_text(best: Sequence[Estimate], width: int = WIDE) -> str:
     keys = [] if best[0].problem.only_planned else recipe_block(best[0]).splitlines()
     block = ["recipe keys:", *(f"  {line}" for line in keys)] if keys else []
     legend = "; ".join(f"{part} {meaning}" for part, meaning in notation_legend(one.layout for one in best))
-    return "\n".join([*block, *wrap_line(f"notation: {legend}", width, "  ")])
+    return "\n".join([*block, wrap_line(f"notation: {legend}", width, "  ")])
 
 
 def share_text(share: float) -> str:
@@ -264,7 +259,7 @@ def ledger_text(memory: RankMemory, width: int = WIDE) -> str:
     memory: memory of the rank. width: maximum characters of a line; columns that do not fit are dropped."""
     unit = Unit.of(memory.peak_bytes)
     rows = tensor_rows(merge_layers(memory.items), unit)
-    title = f"pipeline rank {memory.pp_rank} at {memory.peak_snapshot}: {unit.format(memory.peak_bytes)} of tensors"
+    title = f"pipeline rank {memory.pp_rank} at {memory.peak_snapshot}: {format_size(memory.peak_bytes)} of tensors"
     return "\n".join([title, *format_table(rows, width, ("category", "stage", "lifetime", "dtype", "shape"))])
 
 
@@ -322,7 +317,7 @@ def explain_text(layout: Layout, pp_rank: int, rows: Sequence[OperationTime], wi
         f"micro-batch{'es' * (layout.micro_batches > 1)} per step"
     )
     lines = format_table([head, *shown], width, ("MB", "GFLOP", "count", "shape", "FLOP/byte"))
-    return "\n".join([*wrap_line(title, width, "  "), *lines, *more])
+    return "\n".join([wrap_line(title, width, "  "), *lines, *more])
 
 
 def format_table(rows: Sequence[Sequence[str]], width: int | None = None, droppable: Sequence[str] = ()) -> list[str]:
@@ -344,18 +339,6 @@ def format_table(rows: Sequence[Sequence[str]], width: int | None = None, droppa
     return format_table([[*row[:at], *row[at + 1 :]] for row in rows], width, droppable[1:])
 
 
-def wrap_line(line: str, width: int, indent: str) -> list[str]:
-    """Wrap a line at `width` characters, with `indent` before continuation lines, or four spaces if `indent` leaves
-    little space; long words are not broken, runs of spaces are kept."""
-    if len(line) <= width:
-        return [line]
-    indent = indent if width - len(indent) >= LEAST_WORDS else " " * 4
-    at = line.rfind(" ", len(indent) + 1, width + 1)
-    if at < 0 or not line[:at].strip():
-        return [line]
-    return [line[:at].rstrip(), *wrap_line(indent + line[at:].lstrip(), width, indent)]
-
-
 @dataclass(frozen=True, slots=True)
 class Unit:
     """Unit in which sizes in bytes are printed. name: such as "GiB"; bytes: bytes of one unit."""
@@ -372,9 +355,11 @@ class Unit:
         """Format a size in bytes in this unit, without the unit's name."""
         return f"{size / self.bytes:,.2f}"
 
-    def format(self, size: float) -> str:
-        """Format a size in bytes in this unit, such as `1.5 GiB`."""
-        return f"{size / self.bytes:,.1f} {self.name}"
+
+def format_size(size: float) -> str:
+    """Format a size in bytes, such as `1.5 GiB`."""
+    unit = Unit.of(size)
+    return f"{size / unit.bytes:,.1f} {unit.name}"
 
 
 _UNITS = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
