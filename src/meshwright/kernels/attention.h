@@ -72,16 +72,12 @@ static void attend_span(const Op& op, const Step& step, const QueryTile& tile, l
         for (long d = 0; d < size && panels; ++d) queries[r / LANES] = to, to[d * LANES + r % LANES] = query[r][d];
     }
     const long start = span * SPAN_TOKENS, end = std::min(positions[tile.count - 1] + 1L, start + SPAN_TOKENS);
-    std::vector<const W*> panel((end - start + BLOCK - 1) / BLOCK * parts), key(panel);  // of values; of keys
+    std::vector<const W*> panel(parts), next(parts);  // of values; of the keys to prefetch
     const W *keys[SPAN_TOKENS / BLOCK], *values[SPAN_TOKENS / BLOCK], *vectors[SECTION_TOKENS];
     for (long b = 0; b * BLOCK < end - start; ++b) {
         const long number = blocks[start / BLOCK + b], block = panels ? number : number * cache.kv_heads + head;
-        keys[b] = (const W*)cache.keys + block * size * BLOCK;
         values[b] = (const W*)cache.values + block * width * BLOCK;
-        for (long p = 0; p < parts; ++p) {
-            panel[b * parts + p] = values[b] + p * LANES;
-            key[b * parts + p] = keys[b] + p * LANES;
-        }
+        keys[b] = cache.keys ? (const W*)cache.keys + block * size * BLOCK : values[b];
     }
     long begin = std::max(first_visible(op, positions[0]) & -SECTION_TOKENS, start);
     for (; begin < end; begin += SECTION_TOKENS) {
@@ -102,8 +98,9 @@ static void attend_span(const Op& op, const Step& step, const QueryTile& tile, l
         }
         for (long b = low(0) / BLOCK; b < count; ++b) {  // the weights of tokens that a query does not see are 0
             for (long r = 0; r < rows; ++r) weight[r] = scores + r * SECTION_TOKENS + b * BLOCK;
-            const long later = std::min(at + count + b, long(key.size()) / parts - 1);
-            multiply<4>(weight.data(), rows, panel.data() + (at + b) * parts, key.data() + later * parts, parts, width,
+            const long later = std::min(at + count + b, (end - start - 1) / BLOCK);
+            for (long p = 0; p < parts; ++p) panel[p] = values[at + b] + p * LANES, next[p] = keys[later] + p * LANES;
+            multiply<4>(weight.data(), rows, panel.data(), next.data(), parts, width,
                      std::min(high(tile.count - 1) - b * BLOCK, BLOCK), sums + 2 * LANES, floats);
         }
     }

@@ -14,12 +14,12 @@ static void embed(const Op& op, const Step& step, long t, float* out) {
     const Matrix& table = op.matrix;
     const long id = (op.mode ? step.positions : step.tokens)[t] - op.first;
     const bool found = id >= 0 && id < table.n;
-    const long pair = 1 + table.bf16, size = 4 / pair, line = table.packed ? 128 : 4;
-    const char* row = (const char*)table.data + id * table.k * size;  // of a token that is not here: not read
-    if (table.packed) row = panel_at(table, 0, id / LANES) + id % LANES * 4;
+    const long bf16 = table.bf16, line = table.packed ? 128 : 4;
+    const char* row = table.packed ? panel_at(table, 0, id / LANES) + id % LANES * 4  // not read if it is not here
+                                   : (const char*)table.data + id * table.k * (4 >> bf16);
     for (long h = 0; h < table.k; ++h) {
-        const char* at = row + h / pair * line + h % pair * size;
-        const float x = !found ? 0 : table.bf16 ? to_float(*(const bfloat16*)at) : *(const float*)at;
+        const char* at = row + (h >> bf16) * line + (h & bf16) * 2;
+        const float x = !found ? 0 : bf16 ? to_float(*(const bfloat16*)at) : *(const float*)at;
         out[h] = op.accumulate ? out[h] + x : x;
     }
 }
@@ -28,8 +28,7 @@ static void embed(const Op& op, const Step& step, long t, float* out) {
 static void normalise(const float* x, float* out, const float* weight, const float* bias, long size, float epsilon,
                       bool layer) {
     Vec total = broadcast(0.0f);
-    if (layer)
-        for (long i = 0; i < size; i += LANES) total = total + load(x + i, size - i);
+    for (long i = 0; layer && i < size; i += LANES) total = total + load(x + i, size - i);
     const float mean = sum(total) / size;
     Vec squares = broadcast(0.0f);
     for (long i = 0; i < size; i += LANES) {
@@ -296,12 +295,13 @@ struct Pool {
         if (!cpus_.empty()) sched_setaffinity(0, sizeof before, &before);
     }
 
-    static constexpr uint64_t BITS = 24, MASK = (1 << BITS) - 1, MOST_LINES = 4096;  // that are prefetched
+    static constexpr uint64_t BITS = 24, MASK = (1 << BITS) - 1, MOST_LINES = 4096;  // prefetched during a wait
     struct alignas(64) Range {
         std::atomic<uint64_t> ticket{0};  // number of the operation, end of the range, next item
         std::atomic<const char*> ahead{nullptr};  // what the thread prefetches next: weights of the next product
     };
 
+    static bool has_item(uint64_t ticket) { return (ticket & MASK) < (ticket >> BITS & MASK); }
     // Executes items until none is left; returns number and end of the thread's range then.
     uint64_t take_items(size_t thread) {
 #ifdef __AMX_BF16__
@@ -310,14 +310,14 @@ struct Pool {
         for (;;) {
             const uint64_t seen = ranges_[thread].ticket.load(std::memory_order_acquire) >> BITS;
             uint64_t ticket, mine = 0;  // items that are done, but not counted yet
-            for (size_t i = 0; i < ranges_.size(); ++i)
-                for (auto& next = ranges_[(thread + i) % ranges_.size()].ticket;
-                     ticket = next.fetch_add(1, std::memory_order_acq_rel), (ticket & MASK) < (ticket >> BITS & MASK);
-                     ++mine)
-                    execute(run_.ops[current_], run_, long(ticket & MASK));
-            if (!mine) return seen;
-            const uint64_t all = items_;  // before they are counted: then another operation may begin
-            if (done_.fetch_add(mine, std::memory_order_acq_rel) + mine == all) begin_next();
+            for (size_t i = 0; i < ranges_.size(); ++i) {
+                auto& next = ranges_[(thread + i) % ranges_.size()].ticket;
+                while (has_item(next.load(std::memory_order_relaxed)) &&
+                       has_item(ticket = next.fetch_add(1, std::memory_order_acq_rel)))
+                    execute(run_.ops[current_], run_, long(ticket & MASK)), ++mine;
+            }
+            if (!mine || left_.fetch_sub(mine, std::memory_order_acq_rel) != mine) return seen;
+            begin_next();
         }
     }
     void begin_next() {
@@ -329,39 +329,39 @@ struct Pool {
             // Nobody could help with a single item. Products need the AMX tiles, which this thread may not have loaded.
             if (items == 1 && op.kind != LINEAR && op.kind != GROUPED_LINEAR) execute(op, run_, 0), items = 0;
         }
-        long next = current_ + 1;
+        long next = current_ + !run_.rounds;  // while rows are rounded, the product that takes them
         while (next < run_.count && run_.ops[next].kind != LINEAR) ++next;
         for (size_t i = 0; i < ranges_.size() && next < run_.count; ++i) {
             const Items all = items_of(run_.ops[next], run_, 0);
-            ranges_[i].ahead = panel_at(run_.ops[next].matrix, 0, begin_of(i, all.groups()) * all.group);
+            const char* first = panel_at(run_.ops[next].matrix, 0, begin_of(i, all.groups()) * all.group);
+            ranges_[i].ahead.store(first, std::memory_order_relaxed);
         }
-        done_.store(0, std::memory_order_relaxed);
         publish(items);
     }
     // The first range, in which there is an item if there is any, comes last: it says that all are there.
     void publish(uint64_t items) {
-        items_ = items, ++number_;
-        for (size_t i = ranges_.size(); i--;) {
-            const uint64_t range = begin_of(i + 1, items) << BITS | begin_of(i, items);
-            ranges_[i].ticket.store(number_ << 2 * BITS | range, std::memory_order_release);
-            ranges_[i].ticket.notify_all();
-        }
+        left_ = items, ++number_;
+        for (size_t i = ranges_.size(); i--;)
+            ranges_[i].ticket.store(number_ << 2 * BITS | begin_of(i + 1, items) << BITS | begin_of(i, items),
+                                    std::memory_order_release);
+        ranges_[0].ticket.notify_all();
     }
     uint64_t begin_of(uint64_t range, uint64_t items) const { return (items * range + ranges_.size() - 1) / ranges_.size(); }
     // Prefetches, spins for about 40 microseconds, then sleeps.
     void wait_for_change(Range& range, uint64_t seen) {
         const uint64_t start = __rdtsc();
-        for (uint64_t now, lines = 0; !stop_ && (now = range.ticket.load(std::memory_order_acquire)) >> BITS == seen;)
+        const auto waits = [&] { return !stop_ && range.ticket.load(std::memory_order_acquire) >> BITS == seen; };
+        for (uint64_t lines = 0; waits();)
             if (++lines < MOST_LINES) _mm_prefetch(range.ahead.fetch_add(64), _MM_HINT_T1);
             else if (__rdtsc() - start < 100'000) _mm_pause();
-            else range.ticket.wait(now, std::memory_order_acquire);
+            else if (const uint64_t now = ranges_[0].ticket; waits()) ranges_[0].ticket.wait(now);
     }
 
     Run run_{};
     long current_ = 0; uint64_t number_ = 0;
     std::atomic<bool> stop_{false};
-    alignas(64) std::atomic<uint64_t> done_{0}, items_{0};  // of the current operation
-    std::vector<Range> ranges_;
+    alignas(64) std::atomic<uint64_t> left_{0};  // items of the current operation that are not counted yet
+    alignas(64) std::vector<Range> ranges_;
     std::vector<cpu_set_t> cpus_;  // the CPU of each thread; empty: they are not bound
     std::vector<std::jthread> workers_;
 };

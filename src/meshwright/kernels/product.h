@@ -73,16 +73,15 @@ template <class X, class W, int R, int P>
 }
 
 // The same for any number of rows, in tiles of nearly equal height (at most R), and of panels, which stay in the first
-// cache for all rows. A tile has at most `Panels`. The first tiles prefetch `next` panels.
+// cache for all rows. A tile takes at most `Panels` panels; the first tiles prefetch the panels `next`.
 template <int Panels, class X, class W, int R = TILE_ROWS<W>>
 static void multiply(const X* const* x, long rows, const W* const* w, const W* const* next, long panels, long stride,
                      long depth, float* sums, long columns, bool fresh = false) {
     if constexpr (R > 0) {
-        if (rows < R) return multiply<Panels, X, W, R - 1>(x, rows, w, next, panels, stride, depth, sums, columns, fresh);
         constexpr int fit = std::clamp(ACCUMULATORS<W> / R, 1, Panels), most = PARTS == 1 && fit == 3 ? 2 : fit;
         long end = 0;  // of the rows in tiles of height R
-        for (long n; (n = rows - end) && (n - 1) / ((n - 1) / TILE_ROWS<W> + 1) + 1 == R;) end += R;
-        for (long p = 0, count; p < panels; p += count) {
+        for (long n; (n = rows - end) >= R && (n - 1) / ((n - 1) / TILE_ROWS<W> + 1) + 1 == R;) end += R;
+        for (long p = 0, count; end && p < panels; p += count) {
             count = p + most <= panels ? most : 1;
             for (long r = 0; r < end; r += R) {
                 float* at = sums + r * columns + p * LANES;
@@ -116,15 +115,15 @@ static void round_row([[maybe_unused]] const float* x, long depth, [[maybe_unuse
 }
 
 #ifdef __AMX_BF16__
-// The same by AMX, which adds all sections of k in one chain: two tiles of 16 rows times two panels; after an odd
-// number of panels there is memory of another. x, in rows of `x_stride`, and sums have memory for a multiple of 32 rows.
+// The same by AMX, which adds all sections of k in one chain: two tiles of 16 rows times two panels; of an odd number
+// of panels the last is multiplied twice. x, in rows of `x_stride`, and sums have memory for a multiple of 32 rows.
 static void multiply_by_amx(const bfloat16* x, long x_stride, long rows, const Pairs* const* w, long panels,
                             long depth, float* sums, long columns, bool fresh) {
     const long bytes = columns * sizeof(float), x_bytes = x_stride * sizeof(bfloat16), w_bytes = 2 * sizeof(Pairs);
     asm volatile("" ::: "memory");  // GCC's tile loads do not say that they read memory
     for (long p = 0; p < panels; p += 2)
         for (long r = 0; r < rows; r += 32) {
-            const Pairs *a = w[p], *b = w[p + 1];
+            const Pairs *a = w[p], *b = w[std::min(p + 1, panels - 1)];
             const bfloat16* in = x + r * x_stride;
             float *top = sums + r * columns + p * LANES, *low = top + 16 * columns;
             _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
@@ -152,8 +151,7 @@ static float* take_scratch(long count) {
 
 // The first line (64 bytes) of a panel, of which each is two lines after the one before.
 static const char* panel_at(const Matrix& w, long index, long panel) {
-    const long bytes = w.stride / ((w.n + 31) / 32 * 2);
-    return (const char*)w.data + index * w.stride + panel / 2 * 2 * bytes + panel % 2 * 64;
+    return (const char*)w.data + index * w.stride + panel / 2 * (w.stride / ((w.n + 31) / 32)) + panel % 2 * 64;
 }
 
 // sums (+)= x times `count` panels of matrix `index` from `panel` on. x: rows of float, or those that `round_row` made,
@@ -166,7 +164,7 @@ static void multiply_panels(const void* const* x, long rows, const Matrix& w, lo
     const W *at[2 * GROUP_PANELS + 2], *next[2 * GROUP_PANELS]; const X* row[BLOCK_ROWS];
     for (long begin = 0; begin < w.k; begin += SECTION, fresh = false) {
         const long depth = std::min(SECTION, w.k - begin), stride = 2 * (64 / sizeof(W));
-        for (long p = 0; p < count + 2; ++p)  // after the last panel: read by AMX, otherwise only prefetched
+        for (long p = 0; p < count + 2; ++p)  // those after the last panel are only prefetched
             at[p] = (const W*)panel_at(w, index, panel + p) + begin / (1 + pairs) * stride;
         // A tile of few rows waits for its own stream, which the processor prefetches; only a single row gains from more.
         for (long p = 0; p < count; ++p) next[p] = rows > 4 ? at[p + 2] : at[p] + (rows == 1) * 32 * stride;

@@ -62,18 +62,15 @@ INLINE Vec load(const bfloat16* p) {
 }
 
 // The first `count` (up to 16) values, `fill` in the other lanes.
-template <class T>
-INLINE Vec load(const T* p, long count, T fill = 0) {
+INLINE Vec load(const float* p, long count, float fill = 0) {
     if (count >= LANES) return load(p);
-    T lanes[LANES];
+    float lanes[LANES];
     for (long i = 0; i < LANES; ++i) lanes[i] = i < count ? p[i] : fill;
     return load(lanes);
 }
 INLINE void store(float* p, const Vec& v, long count) {
     if (count >= LANES) return store(p, v);
-    float lanes[LANES];
-    store(lanes, v);
-    for (long i = 0; i < count; ++i) p[i] = lanes[i];
+    std::memcpy(p, &v, count * sizeof(float));
 }
 INLINE void store_or_add(float* p, const Vec& v, long count, bool add) { store(p, add ? load(p, count) + v : v, count); }
 

@@ -1,7 +1,7 @@
 """Memory of a server, item by item, before it starts: what each rank allocates, and how many KV blocks fit.
 
-The items are those of the CPU kernels (`serving/lowering.py`): matrices packed in panels of 16 output columns, all
-buffers float32, one copy of a tied matrix. `torch_ledger.py` has those of plain torch, `device_ledger.py` those of
+The items are those of the CPU kernels (`serving/lowering.py`): matrices packed in pairs of panels of 16 output columns,
+all buffers float32, one copy of a tied matrix. `torch_ledger.py` has those of plain torch, `device_ledger.py` those of
 GPUs.
 """
 
