@@ -2,7 +2,8 @@
 32, against vLLM, OpenVINO GenAI, llama.cpp and the continuous batching of transformers.
 
 Every contender gets the same token IDs (128 in, 128 out, greedy, the end token ignored, no prompt seen twice), in turns
-within each round; contenders without a turn are stopped. Meshwright, vLLM and llama.cpp get requests over HTTP, the
+within each round; contenders without a turn are stopped, or ended where the memory does not hold all of them: then a
+contender takes all its turns of a round in succession. Meshwright, vLLM and llama.cpp get requests over HTTP, the
 others and Meshwright's engine alone (`engine`) run in a process of their own. Also measured: decode's share of the
 memory's read stream, the cost of HTTP, seconds until ready with a pool of 4 GiB, whether an answer is the same alone
 and among others. The read stream is measured before and after each decode of a single request, over as many bytes as
@@ -24,15 +25,12 @@ import statistics
 import sys
 import time
 import traceback
-import urllib.request
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import machine, paired_ratio, write_result
-from processor_load import OtherLoad
 from serving_client import Wave
 from serving_models import CACHE, SHAPES, model_directory, random_prompts, weights_read_per_token
 from serving_peers import (
@@ -41,215 +39,15 @@ from serving_peers import (
     THREADS,
     Contender,
     ContenderFailed,
-    Server,
-    installed_version,
     prioritise_session,
     start_meshwright,
-)  # fmt: skip
+)
+from serving_race import OURS, TOKENS, WAVE_SECONDS, Race, ReadStream, describe_command, run_rounds, summarise_shares
 
 CONCURRENCY = (1, 8, 32)
-TOKENS = 128
-WAVE_SECONDS = 150
 BYTES = {"bf16": 2, "fp32": 4}
-OURS = ("meshwright", "engine")
-STREAM_SECONDS = 0.3
-"""Seconds of a measurement of the read stream, at least; three reads at least."""
-MOST_ATTEMPTS = 4
-"""Measurements of a decode whose share of the read stream is above 1."""
-MOST_OTHERS, MOST_DISTURBED = 0.1, 4
-"""Largest share of the processors' time that other processes may take during a turn; attempts at a turn, of which the
-least disturbed counts."""
-
-
-class ReadStream:
-    """Reads a buffer of `size` bytes with `THREADS` threads."""
-
-    def __init__(self, size: int) -> None:
-        import torch
-
-        torch.set_num_threads(THREADS)
-        self._buffer = torch.ones(size // 4)
-
-    def measure(self) -> float:
-        """Bytes per second: the median of several sums."""
-        seconds = list[float]()
-        while len(seconds) < 3 or sum(seconds) < STREAM_SECONDS:
-            begun = time.perf_counter()
-            self._buffer.sum()
-            seconds.append(time.perf_counter() - begun)
-        return self._buffer.nbytes / statistics.median(seconds)
-
-
-@dataclass
-class DecodeShare:
-    """Decode of a single request in one round, beside the read stream. stream, decode: bytes per second. attempts:
-    shares of all measurements, of which the last counts."""
-
-    stream: float
-    decode: float
-    attempts: list[float]
-
-    @property
-    def valid(self) -> bool:
-        return self.attempts[-1] <= 1
-
-    def figures(self) -> dict[str, Any]:
-        rates = {"read_stream": self.stream, "decode": self.decode}
-        found = {f"{name}_gb_per_second": round(rate / 1e9, 2) for name, rate in rates.items()}
-        return {"share": self.attempts[-1], "valid": self.valid, "attempts": self.attempts, **found}
-
-
-def describe_command(command: Sequence[str]) -> str:
-    """The command as a user would type it in the repository: without the paths of this machine."""
-    places = {sys.executable: "python", str(Path(__file__).resolve().parent.parent): ".", str(Path.home()): "~"}
-    text = " ".join(command)
-    for place, name in places.items():
-        text = text.replace(place, name)
-    return text
-
-
-class Race:
-    """The contenders of one model and dtype, alive and stopped between turns, or started for each turn (`restart`)."""
-
-    def __init__(self, model: str, dtype: str, names: Sequence[str], restart: bool) -> None:
-        self.model, self.dtype, self.restart = model, dtype, restart
-        self.work = CACHE / "work" / f"{model}-{dtype}"
-        self.work.mkdir(parents=True, exist_ok=True)
-        for log in self.work.glob("*.log"):
-            log.unlink()
-        self.names = list(names)
-        self.failures: dict[str, list[str]] = {}
-        self.about: dict[str, dict[str, Any]] = {}
-        self._alive: dict[str, Contender] = {}
-
-    def turn(self, name: str, use: Callable[[Contender, int], Any], attempts: int = 1) -> Any:
-        """Return the result of `use(contender, attempt)` on a running contender; None if it failed, which is recorded.
-        Of several attempts that other processes disturb, the least disturbed counts; the result, a `Wave` or a tuple
-        with one, records their share of the processors."""
-        best, least = None, 2.0
-        try:
-            contender = self._alive.get(name) or self._start(name)
-            load = OtherLoad(contender.process.pid)
-            for attempt in range(attempts):
-                with contender.turn():
-                    load.begin()
-                    found = use(contender, attempt)
-                    share = load.end()
-                if share < least:
-                    best, least = found, share
-                if share <= MOST_OTHERS:
-                    break
-            for wave in best if isinstance(best, tuple) else (best,):
-                if isinstance(wave, Wave):
-                    wave.others = round(least, 3)
-            return best
-        except ContenderFailed as failure:
-            print(f"  {name} failed: {str(failure)[:300]}", flush=True)
-            self.failures.setdefault(name, []).append(str(failure))
-            self._close(name)
-            if len(self.failures[name]) > 1 or name not in self.about:
-                self.names.remove(name)
-            return None
-        finally:
-            if self.restart:
-                self._close(name)
-
-    def _start(self, name: str) -> Contender:
-        contender = STARTS[name](self.model, self.dtype, self.work)
-        self._alive[name] = contender
-        for count in (1, 32):  # warm-up: compiles, fills caches
-            contender.generate(random_prompts(count, TOKENS, seed=10_000 + count), 16, WAVE_SECONDS)
-        self.about.setdefault(
-            name,
-            {
-                "precision": contender.precision,
-                **({"instruction_set": contender.instruction_set} if name in OURS else {}),
-                "version": installed_version(name),
-                "command": describe_command(contender.command),
-                "ready_seconds": round(contender.ready_seconds, 2),
-                "resident_mib": contender.resident_bytes() >> 20,
-            },
-        )
-        print(f"  {name} is ready: {self.about[name]}", flush=True)
-        return contender
-
-    def _close(self, name: str) -> None:
-        contender = self._alive.pop(name, None)
-        if contender is not None:
-            contender.close()
-
-    def close(self) -> None:
-        for name in list(self._alive):
-            self._close(name)
-
-
-def measure_decode(
-    race: Race, name: str, stream: ReadStream, bytes_per_token: int, seed: int
-) -> tuple[Wave | None, DecodeShare | None]:
-    """One request to a contender, between two measurements of the read stream, of which the faster counts; repeated
-    while decode seems to read faster than that. Return (wave, None) where the contender does not report each token."""
-    attempts: list[float] = []
-    while True:
-        of_share = seed + 1_000_000 * len(attempts)
-
-        def measure(contender: Contender, attempt: int, seed: int = of_share) -> tuple[float, Wave, float]:
-            prompts = random_prompts(1, TOKENS, seed=seed + 100_000 * attempt)
-            return stream.measure(), contender.generate(prompts, TOKENS, WAVE_SECONDS), stream.measure()
-
-        found = race.turn(name, measure, MOST_DISTURBED)
-        if found is None:
-            return None, None
-        before, wave, after = found
-        decode = wave.figures().get("decode_tokens_per_second")
-        if decode is None:
-            return wave, None
-        share = DecodeShare(max(before, after), decode * bytes_per_token, attempts)
-        attempts.append(round(share.decode / share.stream, 3))
-        if share.valid or len(attempts) == MOST_ATTEMPTS:
-            return wave, share
-        print(f"  {name}: decode has {attempts[-1]} of the read stream: invalid, measured again", flush=True)
-
-
-Shares = dict[str, list[DecodeShare]]
-"""Decode of a single request in each round, by contender."""
-Waves = dict[int, dict[str, list[Wave]]]
-"""Waves by concurrency and contender; those of one index are of one round."""
-
-
-def run_rounds(
-    race: Race, rounds: int, concurrency: Sequence[int], deadline: float, bytes_per_token: int
-) -> tuple[Waves, Shares]:
-    """Alternating rounds; a contender that fails in a round has no wave in that and the following ones."""
-    stream = ReadStream(bytes_per_token)
-    shares: Shares = {name: [] for name in race.names}
-    waves: Waves = {count: {name: [] for name in race.names} for count in concurrency}
-    for turn in range(rounds):
-        for count in concurrency:
-
-            def generate(contender: Contender, attempt: int, count: int = count, seed: int = 100 * turn) -> Wave:
-                prompts = random_prompts(count, TOKENS, seed=seed + count + 100_000 * attempt)
-                return contender.generate(prompts, TOKENS, WAVE_SECONDS)
-
-            for name in race.names[turn % len(race.names) :] + race.names[: turn % len(race.names)]:
-                if time.monotonic() > deadline:
-                    return waves, shares
-                if len(waves[count][name]) < turn or name not in race.names:
-                    continue
-                if count == 1:
-                    wave, share = measure_decode(race, name, stream, bytes_per_token, seed=100 * turn + count)
-                    shares[name] += [share] if share is not None else []
-                else:
-                    wave = race.turn(name, generate, MOST_DISTURBED)
-                if wave is not None:
-                    waves[count][name].append(wave)
-                    print(f"  round {turn}, {count} requests, {name}: {wave.figures()}", flush=True)
-    return waves, shares
-
-
-def summarise_shares(shares: Sequence[DecodeShare]) -> dict[str, Any]:
-    """Median of the valid rounds, None if there are none, with the figures of each round."""
-    valid = [share.attempts[-1] for share in shares if share.valid]
-    return {"median": statistics.median(valid) if valid else None, "rounds": [share.figures() for share in shares]}
+MEMORY_GIB = 1.8
+"""Resident memory of a contender beside twice its weights, on average (`resident_mib` of the results)."""
 
 
 def summarise(waves: list[Wave]) -> dict[str, Any]:
@@ -277,11 +75,13 @@ def compare(by_name: dict[str, list[Wave]]) -> dict[str, Any]:
     return found
 
 
-def same_answers(race: Race, prompts: int = 4) -> dict[str, str]:
+def same_answers(race: Race, deadline: float, prompts: int = 4) -> dict[str, str]:
     """How many of some prompts get the same answer alone and among 31 others, by contender."""
     others = random_prompts(32, TOKENS, seed=77)
     found = {}
     for name in list(race.names):
+        if time.monotonic() > deadline:
+            break
 
         def count_equal(contender: Contender, _: int) -> int:
             among = contender.generate(others, 64, WAVE_SECONDS).texts
@@ -292,18 +92,6 @@ def same_answers(race: Race, prompts: int = 4) -> dict[str, str]:
         if equal is not None:
             found[name] = f"{equal} of {prompts}"
     return found
-
-
-def outside_kernels(contender: Contender, _: int = 0) -> float | None:
-    """Share of all steps' time that the server spent outside kernels; None if it does not report them."""
-    page = (
-        urllib.request.urlopen(f"http://127.0.0.1:{cast(Server, contender).port}/metrics", timeout=30).read().decode()
-    )
-    kernels, steps = (
-        sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(f"meshwright:engine_{name}_total"))
-        for name in ("kernel_seconds", "step_seconds")
-    )
-    return round(1 - kernels / steps, 4) if kernels else None
 
 
 def seconds_until_ready(model: str, dtype: str, pool: int = 4 << 30) -> dict[str, Any]:
@@ -323,12 +111,11 @@ def race_model(model: str, dtype: str, options: argparse.Namespace, deadline: fl
     """All figures of one model and dtype."""
     names = ["meshwright", "engine", *options.peers]
     read = weights_read_per_token(model) * BYTES[dtype]
-    restart = 4 * read * len(names) > 0.5 * machine()["memory_gib"] * 2**30
+    restart = len(names) * (2 * read / 2**30 + MEMORY_GIB) > 0.8 * machine()["memory_gib"]
     race = Race(model, dtype, names, restart)
     try:
         waves, shares = run_rounds(race, options.rounds, options.concurrency, deadline, read)
-        outside = race.turn("meshwright", outside_kernels) if "meshwright" in race.names else None
-        same = same_answers(race) if time.monotonic() < deadline else {}
+        same = same_answers(race, deadline)
     finally:
         race.close()
     found: dict[str, Any] = {
@@ -340,7 +127,7 @@ def race_model(model: str, dtype: str, options: argparse.Namespace, deadline: fl
         "against_best": {count: compare(by_name) for count, by_name in waves.items()},
         "same_answer_alone_and_among_31": same,
         "decode_share_of_read_stream": {name: summarise_shares(each) for name, each in shares.items() if each},
-        "share_of_steps_outside_kernels": outside,
+        "share_of_steps_outside_kernels": race.outside,
         "weight_bytes_per_token": read,
     }
     most = waves[max(waves)]
@@ -351,7 +138,7 @@ def race_model(model: str, dtype: str, options: argparse.Namespace, deadline: fl
     try:
         found["ready_warm"] = seconds_until_ready(model, dtype)
     except ContenderFailed as failure:
-        found["ready_warm"] = {"failure": str(failure)}
+        found["ready_warm"] = {"failure": describe_command(str(failure))}
     return found
 
 

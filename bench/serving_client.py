@@ -223,8 +223,8 @@ class Wave:
     """Share of the processors' time that other processes took."""
 
     def figures(self) -> dict[str, Any]:
-        """Output tokens/s of all requests; where the contender reports each token, TTFT and ITL in seconds and tokens/s
-        of one request after its first token."""
+        """Output tokens/s of all requests; where the contender reports each token, and the client was not so late that
+        all came at once, TTFT and ITL in seconds and tokens/s of one request after its first token."""
         per_request = self.tokens / len(self.first)
         found = {
             "seconds": round(self.seconds, 4),
@@ -232,7 +232,7 @@ class Wave:
             "client_us_per_token": round(self.client_seconds / self.tokens * 1e6, 1),
             "others": self.others,
         }
-        if len(self.gaps) > 1:
+        if len(self.gaps) > 1 and all(end > first for first, end in zip(self.first, self.ended, strict=True)):
             decode = [(per_request - 1) / (end - first) for first, end in zip(self.first, self.ended, strict=True)]
             found |= {"ttft": round(statistics.median(self.first), 4), "ttft_max": round(max(self.first), 4)}
             found["decode_tokens_per_second"] = round(statistics.median(decode), 2)

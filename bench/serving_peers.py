@@ -133,6 +133,7 @@ class Contender:
     def __init__(self, name: str, command: list[str], log: Path, environment: dict[str, str]) -> None:
         self.name, self.command, self.log = name, command, log
         self.precision = self.instruction_set = ""  # the latter of our own contenders alone
+        self.settings: dict[str, Any] = dict(environment)
         self._log_start = log.stat().st_size if log.exists() else 0
         begun = time.perf_counter()
         with log.open("ab") as output:
@@ -239,6 +240,7 @@ class Worker(Contender):
     def wait_until_ready(self) -> None:
         description = self._answer(START_SECONDS)
         self.precision, self.instruction_set = description["precision"], description.get("instruction_set", "")
+        self.settings |= description.get("settings", {})
 
     def generate(self, prompts: list[list[int]], tokens: int, seconds: float) -> Wave:
         assert self.process.stdin is not None

@@ -25,10 +25,10 @@ def openvino(options: argparse.Namespace) -> tuple[Callable[[Tokens, int], Event
     import openvino
     import openvino_genai
 
+    settings = {"cache_size": 2, "max_num_seqs": 32, "enable_prefix_caching": False}  # cache: GB
     scheduler = openvino_genai.SchedulerConfig()
-    scheduler.cache_size = 2  # GB
-    scheduler.max_num_seqs = 32
-    scheduler.enable_prefix_caching = False
+    for name, value in settings.items():
+        setattr(scheduler, name, value)
     dtype = {"bf16": "bf16", "fp32": "f32"}[options.dtype]
     supported = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     if dtype == "bf16" and "BF16" not in supported:
@@ -56,11 +56,17 @@ def openvino(options: argparse.Namespace) -> tuple[Callable[[Tokens, int], Event
                         yield index, list(output.generated_ids)
 
     precision = f"products {dtype}, weights {'fp32' if options.dtype == 'fp32' else 'fp16'}, key-value {key_values}"
-    return generate, {"precision": precision}
+    return generate, {"precision": precision, "settings": {**settings, **properties}}
 
 
 def transformers(options: argparse.Namespace) -> tuple[Callable[[Tokens, int], Events], dict[str, Any]]:
-    """The continuous batching of transformers."""
+    """The continuous batching of transformers.
+
+    On a CPU it has paged attention as `sdpa` or `paged|eager` alone, which is slower, and no CUDA graphs, asynchronous
+    batches or fast decode path. Every query of a batch is multiplied by the keys of all its sequences and masked, so
+    that prompts in short batches are faster. By default it reserves all memory for the cache and masks it in every
+    step: no token within a minute.
+    """
     import torch
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
@@ -68,10 +74,13 @@ def transformers(options: argparse.Namespace) -> tuple[Callable[[Tokens, int], E
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[options.dtype]
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, attn_implementation="sdpa").eval()
     config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=128)
-    # By default it reserves all memory for the cache and masks it in every step: no token within a minute.
-    cache = ContinuousBatchingConfig(page_size=32, num_blocks=320, max_batch_tokens=1024, max_requests_per_batch=32)
-    manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=cache)
-    manager.start()
+    settings: dict[str, Any] = {"page_size": 32, "num_blocks": 320, "max_batch_tokens": 256}
+    settings |= {"max_requests_per_batch": 32, "allow_block_sharing": False}  # no prefix cache
+    with torch.inference_mode():  # of its thread, too
+        manager = model.init_continuous_batching(
+            generation_config=config, continuous_batching_config=ContinuousBatchingConfig(**settings)
+        )
+        manager.start()
     turns = iter(range(1 << 30))
 
     def generate(prompts: Tokens, tokens: int) -> Events:
@@ -92,7 +101,7 @@ def transformers(options: argparse.Namespace) -> tuple[Callable[[Tokens, int], E
             if result.is_finished():
                 del names[name]
 
-    return generate, {"precision": f"{options.dtype}, SDPA"}
+    return generate, {"precision": options.dtype, "settings": {"attention": "sdpa", **settings}}
 
 
 def engine(options: argparse.Namespace) -> tuple[Callable[[Tokens, int], Events], dict[str, Any]]:

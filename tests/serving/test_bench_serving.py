@@ -19,7 +19,7 @@ from tests.conftest import REPOSITORY
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     monkeypatch.syspath_prepend(str(REPOSITORY / "bench"))
-    return importlib.import_module("serving"), importlib.import_module("serving_peers")
+    return importlib.import_module("serving_race"), importlib.import_module("serving_peers")
 
 
 def test_phases_of_the_last_start_are_read_from_its_lines(bench: tuple[Any, Any], tmp_path: Path):
@@ -45,8 +45,8 @@ def test_own_contenders_are_recorded_with_their_instruction_set(
 ):
     serving, _ = bench
     contender = SimpleNamespace(
-        precision="bf16", instruction_set="avx2", command=["x"], ready_seconds=1.0, resident_bytes=lambda: 0,
-        generate=lambda *_: None,
+        precision="bf16", instruction_set="avx2", command=["x"], settings={}, ready_seconds=1.0,
+        resident_bytes=lambda: 0, generate=lambda *_: None,
     )  # fmt: skip
     monkeypatch.setattr(serving, "STARTS", dict.fromkeys(("meshwright", "engine", "vllm"), lambda *_: contender))
     monkeypatch.setattr(serving, "CACHE", tmp_path)
@@ -95,6 +95,47 @@ def test_a_turn_that_other_processes_disturb_is_repeated_and_the_least_disturbed
     quiet, disturbed = (race.turn("engine", generate, attempts) for attempts in (8, 3))
     assert (quiet.seconds, quiet.others) == (2.0, 0.01)  # the first that is not disturbed
     assert (disturbed.seconds, disturbed.others, disturbed.figures()["others"]) == (1.0, 0.2, 0.2)
+
+
+def test_contenders_that_do_not_fit_together_run_one_at_a_time(
+    bench: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    serving, peers = bench
+    events = list[str]()
+
+    class Fake(SimpleNamespace):
+        def generate(self, prompts: list[list[int]], tokens: int, seconds: float) -> Any:
+            if tokens == serving.TOKENS and (self.name, len(prompts)) == ("vllm", 32):
+                raise peers.ContenderFailed(f"{tmp_path}/vllm ended")
+            return serving.Wave(1.0, 1, [0.0], [1.0])
+
+        def close(self) -> None:
+            events.append(f"end {self.name}")
+
+    def start(name: str) -> Any:
+        events.append(f"start {name}")
+        process = SimpleNamespace(pid=1)
+        return Fake(
+            name=name, process=process, turn=nullcontext, command=["x"], precision="", instruction_set="", settings={},
+            ready_seconds=1.0, resident_bytes=lambda: 0,
+        )  # fmt: skip
+
+    names = ["engine", "vllm"]
+    monkeypatch.setattr(serving, "STARTS", {name: lambda *_, name=name: start(name) for name in names})
+    monkeypatch.setattr(serving, "CACHE", tmp_path)
+    monkeypatch.setattr(serving, "ReadStream", lambda size: None)
+    monkeypatch.setattr(serving, "MOST_OTHERS", 1.0)  # other tests run meanwhile
+    monkeypatch.setattr(serving, "installed_version", lambda name: "1")
+    race = serving.Race("m", "bf16", names, restart=True)
+    waves, _ = serving.run_rounds(race, 2, (8, 32), float("inf"), bytes_per_token=4)
+    race.close()
+    turns = ("engine", "vllm", "vllm", "engine")  # one start for both concurrencies of a round
+    assert events == [f"{event} {name}" for name in turns for event in ("start", "end")]
+    assert {count: {name: len(each) for name, each in found.items()} for count, found in waves.items()} == {
+        8: {"engine": 2, "vllm": 2},
+        32: {"engine": 2, "vllm": 0},
+    }
+    assert race.failures == {"vllm": ["~/.cache/meshwright-bench/vllm ended"]}
 
 
 def test_load_of_other_processes_leaves_out_the_own_ones(bench: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch):

@@ -98,8 +98,7 @@ class Sequence:
             return TokenResult(-1)
         try:
             if position == len(self.tokens) - 1:
-                choice = self.request.choice
-                return sample(row, sampling, choice=choice, position=self.answered, counts=self.counts)
+                return sample(row, sampling, choice=self.request.choice, position=self.answered, counts=self.counts)
             assert sampling.prompt_logprobs is not None
             return score_token(row, self.tokens[position + 1], sampling.prompt_logprobs)
         except InvalidLogits:

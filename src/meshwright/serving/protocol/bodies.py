@@ -368,9 +368,8 @@ def parse_body(model: type[_Body], data: bytes) -> _Body:
 
 def _make_field_error(error: ValidationError) -> ApiError:
     """Convert a pydantic error to an ApiError (400) about the first wrong field; the message does not show its value.
-    If the field may have several types, the message is about the type that matches the value best, or about all types
-    if none matches."""
-    first, code, wanted, mismatched = "", None, list[str](), list[str]()
+    If the field may have several types, the message is about the type that matches best, or about all if none does."""
+    first, code, found = "", None, list[tuple[bool, int, str]]()
     for each in error.errors(include_url=False, include_input=False):
         place, inner = ["", ""], 0
         for part in (*each["loc"], *([each["ctx"]["field"]] if "field" in each.get("ctx", {}) else [])):
@@ -382,12 +381,13 @@ def _make_field_error(error: ValidationError) -> ApiError:
                 place[inner] += f".{part}" if place[inner] else part
         first = first or place[0]
         if place[0] == first:
-            # The value is not of this type of the union, or it is and something in it is wrong.
-            found = mismatched if not place[1] and each["type"].endswith("_type") else wanted
-            found.append(f"{place[1]} {_SUBJECT.sub('should', each['msg'])}".strip().replace(" after validation", ""))
+            text = f"{place[1]} {_SUBJECT.sub('should', each['msg'])}".strip().replace(" after validation", "")
+            # A type of the union matches best if what is wrong is not a type, then if it is deep inside the value.
+            found.append((each["type"].endswith("_type"), -place[1].count("["), text))
             code = each["type"] if each["type"] == "unsupported_parameter" else code
-    wanted = [max(wanted, key=lambda text: text.partition(" ")[0].count("["))] if wanted else mismatched
-    return ApiError(400, f"{first}: {', or '.join(wanted)}", param=first, code=code)
+    best = min(found, key=lambda each: each[:2])
+    texts = dict.fromkeys(each[2] for each in found if each[:2] == best[:2] == (True, 0)) or [best[2]]
+    return ApiError(400, f"{first}: {', or '.join(texts)}", param=first, code=code)
 
 
 def make_option_error(error: UserError, model: type[Body]) -> ApiError:
