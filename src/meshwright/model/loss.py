@@ -182,10 +182,9 @@ class _Gradients:
             if total is None:
                 total = self.weight_VH = torch.empty_like(self._inputs[1], dtype=self._wide)
             torch.addmm(total, d_logits_VC, x_CH, beta=beta, out=total, out_dtype=self._wide)
-        elif total is None:
-            self.weight_VH = d_logits_VC @ x_CH
         else:
-            self.weight_VH = total.to(self._wide).add_(d_logits_VC @ x_CH)
+            product = d_logits_VC @ x_CH
+            self.weight_VH = product if total is None else total.to(self._wide).add_(product)
 
 
 def _recompute_gradients(

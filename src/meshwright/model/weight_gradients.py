@@ -14,7 +14,7 @@ Shapes: N tokens, X and Y input and output size, E experts.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -149,18 +149,32 @@ class Taps(NamedTuple):
 
 
 def linear(
-    x: Tensor, weight: nn.Parameter, bias: Tensor | None, queue: WeightGradients | None, taps: Taps | None = None
-) -> Tensor:
+    x: Tensor, weight: nn.Parameter, bias: Tensor | None, queue: WeightGradients | None, taps: Taps | None = None,
+    ends_recompute: bool = False,
+) -> Tensor:  # fmt: skip
     """Return x Wᵀ + b, [..., Y], for x [..., X], weight W [Y, X] and `bias` b (None: 0).
 
     `queue`: backward defers the computation of the weight gradient to it; None: autograd computes the weight gradient.
     `taps`: dummy inputs whose gradients carry dy and x out of a compiled backward to the queue; None: a layer with a
-    queue runs outside of compiled graphs."""
+    queue runs outside of compiled graphs. `ends_recompute`: True for the last product of a block of which backward
+    recomputes all, which then ends before this product."""
     if queue is None or not torch.is_grad_enabled() or not weight.requires_grad:
         return F.linear(x, weight, bias)
     if taps is not None and torch.compiler.is_compiling():
         return _TappedLinear.apply(x, weight, bias, taps.dy, taps.x)
-    return _apply_uncompiled(_Linear, x, weight, bias, queue)
+    saved = _apply_uncompiled(_SaveOperands, x, weight).grad_fn if ends_recompute else None
+    return _apply_uncompiled(_Linear, x, weight, bias, queue, saved)
+
+
+class _SaveOperands(torch.autograd.Function):
+    """Autograd function that saves the operands of a linear layer before its product is computed: a recomputation by
+    activation checkpointing ends with the last tensor that backward needs, and so without a block's last product."""
+
+    @staticmethod
+    def forward(context: Any, *operands: Tensor) -> Tensor:
+        """Return an empty tensor, whose `grad_fn` has the saved `operands`; no backward pass runs through it."""
+        context.save_for_backward(*operands)
+        return operands[0].new_empty(0)
 
 
 class _Linear(torch.autograd.Function):
@@ -169,11 +183,12 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, x: Tensor, weight_YX: nn.Parameter, bias: Tensor | None, queue: WeightGradients
+        context: Any, x: Tensor, weight_YX: nn.Parameter, bias: Tensor | None, queue: WeightGradients, saved: Any
     ) -> Tensor:
         """Return x Wᵀ + b, [..., Y], for x [..., X], W (`weight_YX`) and b [Y] (`bias`; None: 0). `queue`: receives dy
-        and x in backward."""
-        context.save_for_backward(x, weight_YX)
+        and x in backward; `saved`: context of `_SaveOperands` that has x and W; None: they are saved here."""
+        context.operands = saved
+        context.save_for_backward(*((x, weight_YX) if saved is None else ()))
         context.weight = weight_YX
         context.queue = queue
         return F.linear(x, weight_YX, bias)
@@ -182,20 +197,23 @@ class _Linear(torch.autograd.Function):
     def backward(context: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `x` and `bias` (None for the weight); hand (dy, x) to the queue, which computes the
         weight gradient."""
-        x, dx, d_bias = _differentiate_input_and_bias(context, dy)
+        x, dx, d_bias = _differentiate_input_and_bias(context, (context.operands or context).saved_tensors, dy)
+        context.operands = None  # frees them
         if context.needs_input_grad[1]:  # detached: a queue must not hold the graph
             context.queue.submit(context.weight, None, dy.flatten(0, -2), x.detach().flatten(0, -2))
-        return dx, None, d_bias, None
+        return dx, None, d_bias, None, None
 
 
-def _differentiate_input_and_bias(context: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _differentiate_input_and_bias(
+    context: Any, operands: tuple[Tensor, Tensor], dy: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return a linear layer's input x, and the gradients of x and bias (None where not required), given the output
     gradient `dy`.
 
-    context: autograd context; its saved tensors are read once, because activation checkpointing allows only one read in
-    a backward.
+    context: autograd context; operands: x and the weight, read once, because activation checkpointing allows only one
+    read of saved tensors in a backward.
     """
-    x, weight_YX = context.saved_tensors
+    x, weight_YX = operands
     needs_x, _, needs_bias = context.needs_input_grad[:3]
     dy_NY = dy.flatten(0, -2)
     dx = (dy_NY @ weight_YX).view(x.shape) if needs_x else None
@@ -221,7 +239,7 @@ class _TappedLinear(torch.autograd.Function):
     def backward(context: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of all inputs: of `x` and `bias` as usual, None for the weight, dy and x for the
         taps."""
-        x, dx, d_bias = _differentiate_input_and_bias(context, dy)
+        x, dx, d_bias = _differentiate_input_and_bias(context, context.saved_tensors, dy)
         return dx, None, d_bias, dy, x
 
 
@@ -265,19 +283,17 @@ class LinearLayer(Protocol):
 
 
 @contextmanager
-def attach_taps(layers: Iterable[LinearLayer], rows: tuple[int, ...]) -> Iterator[None]:
+def attach_taps(layers: Collection[LinearLayer], rows: tuple[int, ...]) -> Iterator[None]:
     """Context manager around a compiled call. Inside it, those of the linear `layers` that have a queue of deferred
     weight gradients also have taps. Taps are dummy inputs whose gradients carry dy and x to the queue. `rows`: shape of
     the layers' inputs without the last dim, such as (batch, tokens)."""
-    tapped = []
     for layer in layers if torch.is_grad_enabled() else ():
         if layer.weight_gradients and layer.weight.requires_grad:
             layer.taps = Taps(*_MakeTaps.apply(layer.weight, layer.weight_gradients, rows))
-            tapped.append(layer)
     try:
         yield
     finally:
-        for layer in tapped:
+        for layer in layers:
             layer.taps = None
 
 
