@@ -257,14 +257,16 @@ def _bill(estimate: Estimate, unit: Unit) -> Iterator[tuple[str, str, str]]:
         if category == "unexplained":
             shown = f"allowance of {size / memory.peak_bytes:.0%} of all tensors, such as for fragmentation"
         yield category, unit.number(size), shown
+    if memory.nccl_bytes:
+        yield "NCCL", unit.number(memory.nccl_bytes), "buffers, at most; not in the peak or the fit, see --reserve"
 
 
 def ledger_text(memory: RankMemory, width: int = WIDE) -> str:
     """Format every tensor of a rank at its memory peak as a table; equal tensors of several layers share a line.
     memory: memory of the rank. width: maximum characters of a line; columns that do not fit are dropped."""
     unit = Unit.of(memory.peak_bytes)
-    rows = tensor_rows(merge_layers(memory.items), unit)
     title = f"pipeline rank {memory.pp_rank} at {memory.peak_snapshot}: {unit.format(memory.peak_bytes)} of tensors"
+    rows = tensor_rows(merge_layers(memory.items), unit)
     return "\n".join([title, *format_table(rows, width, ("category", "stage", "lifetime", "dtype", "shape"))])
 
 
