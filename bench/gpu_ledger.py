@@ -41,6 +41,9 @@ SPREAD = [
 ]  # fmt: skip
 PIPELINES = ["pp4 mb8", "pp4:gpipe mb4 ac:full", "pp4:interleaved:2 mb8 ac:selective", "pp4:zb-h1 mb8", "pp4:zb-v mb8"]
 EXPERTS = ["dp4 ep4", "dp4 ep2:etp2", "dp4 ep4 zero3 ac:selective"]
+NO_HEAD = {"layers": 2, "vocabulary": 2048}
+"""Models whose peak is not in the loss, as of one stage of a pipeline."""
+INSIDE_LAYERS = ["", "tp4 ac:selective", "tp8 ac:full", "tp8", "tp8:nosp"]
 TWO, EIGHT = ({"layers": layers} for layers in (2, 8))
 CASES = [
     *(CudaStep(name, f"{again} bf16".strip(), rows, length, TWO, saved=True)
@@ -53,6 +56,8 @@ CASES = [
       ("bf16", "ac:selective bf16", "ac:full bf16", "mb4 bf16", "mb4 fp32")),
     *(CudaStep("llama-3-8b", f"{again} bf16".strip(), 2, 4096) for again in ("", "ac:full")),
     *(CudaStep("llama-1b", f"{layout} bf16", 16, 4096, TWO, rank=1, saved=True) for layout in SPREAD),
+    *(CudaStep(name, f"{layout} bf16".strip(), 4, 4096, NO_HEAD)
+      for name in ("llama-1b", "mistral-7b-v0.1") for layout in INSIDE_LAYERS),
     *(CudaStep("llama-1b", f"{layout} bf16", 16, 4096, EIGHT, rank=rank) for layout in PIPELINES for rank in (0, 3)),
     *(CudaStep("mixtral-8x7b-v0.1", f"{layout} bf16", 8, 4096, TWO, saved=True) for layout in EXPERTS),
 ]  # fmt: skip

@@ -131,8 +131,10 @@ def flops(function: Any) -> int:
     return counter.get_total_flops()
 
 
-def test_split_passes_compute_disjoint_matrix_products() -> None:
-    model, queue = build("llama-tiny"), WeightGradients(Grads())
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_split_passes_compute_disjoint_matrix_products(recompute: str) -> None:
+    """Recompute ends before a block's last product, whose result backward does not read, as without a queue."""
+    model, queue = build("llama-tiny", recompute=recompute), WeightGradients(Grads())
     each = batch(0, model.config.vocabulary)
     loss = model(*each)
     whole = flops(loss.backward)

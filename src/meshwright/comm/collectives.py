@@ -39,9 +39,7 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", asy
     if call.dropped_rank == axis.rank:
         tensor.zero_()
     over, _ = call.redirect(ordered=False)
-    if over.trivial:
-        return DONE
-    return _post_call(lambda: transport.all_reduce(tensor, over, op), call, tensor, async_op)
+    return DONE if over.trivial else _post_call(lambda: transport.all_reduce(tensor, over, op), call, tensor, async_op)
 
 
 def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
@@ -323,9 +321,8 @@ def _record_call(
     communicator = axis.communicator
     communicator.record.count_call(site, operation, axis.name, payload, sent)
     fault = communicator.faults.match_call(site, operation)
-    if fault is not None and fault.kind == "skip":
-        return None
-    return _RecordedCall(operation, axis, site, payload, fault)
+    skipped = fault is not None and fault.kind == "skip"
+    return None if skipped else _RecordedCall(operation, axis, site, payload, fault)
 
 
 def _drop_source(call: _RecordedCall, source: torch.Tensor) -> torch.Tensor:

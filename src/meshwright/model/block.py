@@ -62,9 +62,10 @@ class Block(nn.Module):
     def attend(self, x_BSH: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         """Run the first half of the block on hidden states x (`x_BSH`): return (y, norm(y)), [B, S, H] each, where y =
         x + attention(norm(x)) and norm(y) is the input of the MLP. `inputs`: positions, mask and KV cache."""
-        normed_BSH = x_BSH if self.attention_norm is None else self.attention_norm(x_BSH)
-        y_BSH = self.attention(normed_BSH, inputs)
+        # No variable holds attention's input or output while the second norm is computed.
+        y_BSH = self.attention(x_BSH if self.attention_norm is None else self.attention_norm(x_BSH), inputs)
         x_BSH = self.add(x_BSH, y_BSH, self.attention_post_norm)
+        del y_BSH
         return x_BSH, x_BSH if self.mlp_norm is None else self.mlp_norm(x_BSH)
 
     def linear_layers(self) -> list[Linear]:

@@ -26,12 +26,14 @@ class Linear(nn.Module):
     autograd computes it. `packed`: function that multiplies by a quantized weight; None: the weight is not quantized.
     `adapter`: LoRA adapter; None: the layer has no adapter. `taps`: two dummy inputs, set only during a call of a
     compiled graph. Their gradients carry dy and x from the compiled backward to the queue.
+    `ends_recompute`: True for the last product of a block of which backward recomputes all.
     """
 
     weight_gradients: WeightGradients | None = None  # None: autograd computes them
     packed: QuantizedMatmul | None = None  # the product with a packed weight
     adapter: Any  # `adapters.low_rank.LowRank`, which computes the product in place of `base_product`
     taps: Taps | None = None  # set during a compiled call
+    ends_recompute = False
 
     def __init__(self, x: int, y: int, bias: bool, **options: Any) -> None:
         super().__init__()
@@ -43,23 +45,21 @@ class Linear(nn.Module):
         """Return x Wᵀ + b, [..., Y], for `x` [..., X], where W is [Y, X]; with a LoRA adapter of matrices A, B and
         scale s, x (W + s B A)ᵀ + b."""
         if self.adapter is None and self.packed is None:
-            return linear(x, self.weight, self.bias, self.weight_gradients, self.taps)
+            return linear(x, self.weight, self.bias, self.weight_gradients, self.taps, self.ends_recompute)
         y = self._product(x)
         return y if self.bias is None else y + self.bias
 
     def _product(self, x: Tensor) -> Tensor:
         """Return x Wᵀ [..., Y] for `x` [..., X], with the output of a LoRA adapter added if the layer has one, but
         without bias."""
-        if self.adapter is None:
-            return self.base_product(x)
-        return self.adapter.adapted_product(x, self)
+        return self.base_product(x) if self.adapter is None else self.adapter.adapted_product(x, self)
 
     def base_product(self, x: Tensor) -> Tensor:
         """Return x Wᵀ [..., Y] for `x` [..., X], the layer's output without bias and without the output of a LoRA
         adapter."""
         if self.packed is not None:
             return self.packed(x, self.weight)
-        return linear(x, self.weight, None, self.weight_gradients, self.taps)
+        return linear(x, self.weight, None, self.weight_gradients, self.taps, self.ends_recompute)
 
 
 class ParallelLinear(Linear):
@@ -131,9 +131,7 @@ class RMSNorm(nn.Module):
         """Return the factors of the normalised elements, [size]: the weight, or 1 + weight if it is stored as the
         difference from 1 (then in at least float32).
         """
-        if not self.centre:
-            return self.weight
-        return self.weight.to(at_least_float32(self.weight.dtype)) + self.centre
+        return self.weight.to(at_least_float32(self.weight.dtype)) + self.centre if self.centre else self.weight
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised `x`, same shape and dtype; computed in float32 or float64."""
@@ -168,9 +166,7 @@ def activate(x: Tensor, activation: str) -> Tensor:
     return the result."""
     if activation == "silu":
         return F.silu(x)
-    if activation == "relu":
-        return F.relu(x)
-    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return F.relu(x) if activation == "relu" else F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 class FeedForward(nn.Module):
@@ -189,6 +185,7 @@ class FeedForward(nn.Module):
         outputs = width * (2 if config.gated else 1)
         self.up = ColumnParallelLinear(config.hidden, outputs, config.mlp_bias, axes.tensor, "mlp.input", **options)
         self.down = RowParallelLinear(width, config.hidden, config.mlp_bias, axes.tensor, "mlp.output", **options)
+        self.down.ends_recompute = axes.recompute.kind == "full"
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         """Return the MLP output [B, S, H] for the hidden states `x_BSH` (with sequence parallelism, input and output

@@ -135,7 +135,7 @@ class _CrossEntropy(torch.autograd.Function):
         d_hidden_TH, d_weight_VH, d_bias_V = found
         if d_hidden_TH is not None:
             # The factor (1 / targets of the step) stays in its wide type: rounding it would scale all gradients.
-            d_hidden_TH = (d_hidden_TH.to(factor.dtype) * factor).to(d_hidden_TH.dtype)
+            d_hidden_TH = d_hidden_TH.to(factor.dtype, copy=True).mul_(factor).to(d_hidden_TH.dtype)
         if d_weight_VH is not None:
             d_weight_VH = torch.mul(d_weight_VH, factor, out=torch.empty_like(d_weight_VH, dtype=context.dtype))
         if d_bias_V is not None:
@@ -182,10 +182,9 @@ class _Gradients:
             if total is None:
                 total = self.weight_VH = torch.empty_like(self._inputs[1], dtype=self._wide)
             torch.addmm(total, d_logits_VC, x_CH, beta=beta, out=total, out_dtype=self._wide)
-        elif total is None:
-            self.weight_VH = d_logits_VC @ x_CH
         else:
-            self.weight_VH = total.to(self._wide).add_(d_logits_VC @ x_CH)
+            product = d_logits_VC @ x_CH
+            self.weight_VH = product if total is None else total.to(self._wide).add_(product)
 
 
 def _recompute_gradients(

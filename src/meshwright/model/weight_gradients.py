@@ -14,7 +14,7 @@ Shapes: N tokens, X and Y input and output size, E experts.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -151,20 +151,34 @@ class Taps(NamedTuple):
 
 def linear(
     x: Tensor, weight: nn.Parameter, bias: Tensor | None, queue: WeightGradients | None, taps: Taps | None = None,
-    overlap: Overlap | None = None,
+    overlap: Overlap | None = None, ends_recompute: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return x Wᵀ + b, [..., Y], for x [..., X], weight W [Y, X] and `bias` b (None: 0).
 
     `queue`: backward defers the computation of the weight gradient to it; None: autograd computes the weight gradient.
     `taps`: dummy inputs whose gradients carry dy and x out of a compiled backward to the queue; None: a layer with a
     queue runs outside of compiled graphs. `overlap`: the products overlap with an all-gather of x or a reduce-scatter
-    of the result, of which this function returns the rank's tokens; None: nothing is communicated."""
+    of the result, of which this function returns the rank's tokens; None: nothing is communicated. `ends_recompute`:
+    True for the last product of a block of which backward recomputes all, which then ends before this product."""
     queued = queue is not None and torch.is_grad_enabled() and weight.requires_grad
     if overlap is None and not queued:
         return F.linear(x, weight, bias)
     if taps is not None and queued and torch.compiler.is_compiling():
-        return _Linear.apply(x, weight, bias, None, overlap, *taps)
-    return (_apply_uncompiled if queued else _apply_function)(_Linear, x, weight, bias, queue, overlap)
+        return _Linear.apply(x, weight, bias, None, overlap, None, *taps)
+    ends = ends_recompute and overlap is None
+    saved = _apply_uncompiled(_SaveOperands, x, weight).grad_fn if ends else None
+    return (_apply_uncompiled if queued else _apply_function)(_Linear, x, weight, bias, queue, overlap, saved)
+
+
+class _SaveOperands(torch.autograd.Function):
+    """Autograd function that saves the operands of a linear layer before its product is computed: a recomputation by
+    activation checkpointing ends with the last tensor that backward needs, and so without a block's last product."""
+
+    @staticmethod
+    def forward(context: Any, *operands: Tensor) -> Tensor:
+        """Return an empty tensor, whose `grad_fn` has the saved `operands`; no backward pass runs through it."""
+        context.save_for_backward(*operands)
+        return operands[0].new_empty(0)
 
 
 class _Linear(torch.autograd.Function):
@@ -178,17 +192,18 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         context: Any, x: Tensor, weight_YX: nn.Parameter, bias: Tensor | None, queue: WeightGradients | None,
-        overlap: Overlap | None, *taps: Tensor,
+        overlap: Overlap | None, saved: Any, *taps: Tensor,
     ) -> Tensor:  # fmt: skip
         """Return x Wᵀ + b, [..., Y], for x [..., X], W (`weight_YX`) and b [Y] (`bias`; None: 0). `queue`: receives dy
-        and x in backward. `overlap`: see `linear`. `taps`: none, or those of dy [..., Y] and x [..., X], which are not
-        read."""
+        and x in backward. `overlap`: see `linear`. `saved`: context of `_SaveOperands` that has x and W; None: they are
+        saved here. `taps`: none, or those of dy [..., Y] and x [..., X], which are not read."""
         if overlap is None:
             y = F.linear(x, weight_YX, bias)
         else:
             x, y = _multiply_overlapped(x, weight_YX.T, overlap, overlap.gathers, overlap.site)
             y = y if bias is None else y + bias
-        context.save_for_backward(x, weight_YX)
+        context.operands = saved
+        context.save_for_backward(*((x, weight_YX) if saved is None else ()))
         context.weight = weight_YX
         context.queue = queue
         context.overlap = overlap
@@ -199,7 +214,9 @@ class _Linear(torch.autograd.Function):
     def backward(context: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `x` and `bias`, and of the weight or the taps; or hand (dy, x) to the queue, which
         computes the weight gradient."""
-        x, weight_YX = context.saved_tensors  # read once, as activation checkpointing allows
+        # Read once, as activation checkpointing allows.
+        x, weight_YX = (context.operands or context).saved_tensors
+        context.operands = None  # frees them
         needs_x, needs_weight, needs_bias = context.needs_input_grad[:3]
         overlap, dx = context.overlap, None
         if overlap is not None:
@@ -211,13 +228,13 @@ class _Linear(torch.autograd.Function):
             dx = (dy_NY @ weight_YX).view(x.shape)
         d_bias = dy_NY.sum(dim=0) if needs_bias else None
         if context.tapped:
-            return dx, None, d_bias, None, None, dy, x
+            return dx, None, d_bias, None, None, None, dy, x
         x_NX, d_weight = x.detach().flatten(0, -2), None  # detached: a queue must not hold the graph
         if needs_weight and context.queue is not None:
             context.queue.submit(context.weight, None, dy_NY, x_NX)
         elif needs_weight:
             d_weight = dy_NY.T @ x_NX
-        return dx, d_weight, d_bias, None, None
+        return dx, d_weight, d_bias, None, None, None
 
 
 def _multiply_overlapped(
@@ -273,19 +290,17 @@ class LinearLayer(Protocol):
 
 
 @contextmanager
-def attach_taps(layers: Iterable[LinearLayer], rows: tuple[int, ...]) -> Iterator[None]:
+def attach_taps(layers: Collection[LinearLayer], rows: tuple[int, ...]) -> Iterator[None]:
     """Context manager around a compiled call. Inside it, those of the linear `layers` that have a queue of deferred
     weight gradients also have taps. Taps are dummy inputs whose gradients carry dy and x to the queue. `rows`: shape of
     the layers' inputs without the last dim, such as (batch, tokens)."""
-    tapped = []
     for layer in layers if torch.is_grad_enabled() else ():
         if layer.weight_gradients and layer.weight.requires_grad:
             layer.taps = Taps(*_MakeTaps.apply(layer.weight, layer.weight_gradients, rows))
-            tapped.append(layer)
     try:
         yield
     finally:
-        for layer in tapped:
+        for layer in layers:
             layer.taps = None
 
 

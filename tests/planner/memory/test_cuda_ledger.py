@@ -11,7 +11,7 @@ from tests.conftest import exhaustive
 from tests.planner.memory.cuda_cases import CudaStep, Measured, NoCompiler, measured
 
 CAPPED = {"layers": 2, "vocabulary": 4096, "windowed_layers": None, "sliding_window": None}
-TWO, FOUR = {"layers": 2}, {"layers": 4}
+TWO, FOUR, NO_HEAD = {"layers": 2}, {"layers": 4}, {"layers": 2, "vocabulary": 2048}
 SMALL = {"layers": 1, "vocabulary": 512, "hidden": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "intermediate": 512}
 CASES = [
     CudaStep("llama-1b", "ac:selective bf16", 8, 4096, TWO, saved=True),
@@ -24,6 +24,9 @@ CASES = [
     CudaStep("mixtral-8x7b-v0.1", "dp4 ep4 bf16", 8, 4096, TWO, saved=True),
     CudaStep("llama-1b", "cp2 bf16", 8, 4096, TWO, documents=4, saved=True),
     CudaStep("mixtral-8x7b-v0.1", "dp2 ep2 ac:full mb2 bf16", 8, 4096, TWO),
+    CudaStep("mistral-7b-v0.1", "bf16", 4, 4096, NO_HEAD),  # peak in the backward of the final norm
+    CudaStep("llama-1b", "tp4 ac:selective bf16", 4, 4096, NO_HEAD),  # peak when a layer is recomputed
+    CudaStep("mistral-7b-v0.1", "tp8 ac:full bf16", 4, 4096, NO_HEAD),  # peak with a gradient gathered over tp
 ]
 MORE = [
     *(CudaStep("llama-1b", layout, 8, 4096, TWO, saved=True) for layout in ("bf16", "mb2 fp32")),
@@ -33,6 +36,7 @@ MORE = [
     CudaStep("mistral-7b-v0.1", "cp4 bf16", 2, 16384, TWO, documents=3, rank=1, saved=True),
     CudaStep("llama-1b", "cp2 fp32", 2, 4096, TWO, documents=4, saved=True),
     CudaStep("mixtral-8x7b-v0.1", "dp4 ep2:etp2 ac:selective bf16", 8, 4096, TWO, saved=True),
+    *(CudaStep("mistral-7b-v0.1", layout, 4, 4096, NO_HEAD) for layout in ("tp4:nosp ac:selective bf16", "tp8 bf16")),
     CudaStep("gemma-2-2b", "bf16", 2, 4096, CAPPED, saved=True),
 ]
 

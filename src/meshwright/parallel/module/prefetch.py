@@ -217,9 +217,8 @@ class ModulePrefetcher:
 
     def _find_unit(self, tensor: torch.Tensor) -> str | None:
         """Return the name of the FSDP unit in whose parameter buffer `tensor` is stored; None if in none."""
-        if tensor.layout != torch.strided:
-            return None
-        return self._storages.get(tensor.untyped_storage()._cdata)
+        stored = tensor.layout == torch.strided
+        return self._storages.get(tensor.untyped_storage()._cdata) if stored else None
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         """Saved-tensor hook: return a `_SavedView` if `tensor` is a view of an FSDP unit's parameters, else `tensor`

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
-from meshwright.planner.cost.micro_batch import ITEM_BYTES, LayerKind, MicroBatch, Number, at_least
+from meshwright.planner.cost.micro_batch import ITEM_BYTES, LayerKind, MicroBatch, Number, at_least, at_most
 from meshwright.planner.cost.tables import compute_size, holds
 from meshwright.spec.policy import ACCELERATOR_TILE
 from meshwright.spec.work import keys_per_token
@@ -143,6 +143,8 @@ FORMULAS: dict[str, Formula] = {
     "core_kv_heads": lambda batch, kind: core_heads(batch)[1],
     "core_head": lambda batch, kind: max(batch.config.head_dim, batch.config.value_dim),
     "core_value": _core_value,
+    # Buffers of a gather of tokens: more than one sequence is copied from the parts of the ranks.
+    "gather_copies": lambda batch, kind: at_most(batch.rows, 2),
     "padded_lines": lambda batch, kind: -(-(batch.sequence if batch.ulysses else batch.tokens) // 32) * 32,
     "flash_head": lambda batch, kind: -(-batch.config.head_dim // 32) * 32,
     "flash_lines": lambda batch, kind: count_flash_lines(

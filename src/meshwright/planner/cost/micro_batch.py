@@ -267,9 +267,7 @@ class MicroBatch:
         """Return the numbers of token copies that this rank receives and computes in the mixture of experts of layer
         `layer`. They are taken from the field `routed`; for a layer that is not in it, equal load on all ranks is
         assumed."""
-        if layer in self.routed:
-            return self.routed[layer]
-        return Routed(self.copies, self.arriving)
+        return self.routed[layer] if layer in self.routed else Routed(self.copies, self.arriving)
 
     @property
     def key_value_copies(self) -> Number:

@@ -346,7 +346,6 @@ class _StepReplay:
                     yield each._replace(name=title, bytes=each.bytes * count, stage=of)
             else:
                 yield Allocation(category, f"stage {of}: {name}", (), "", size, of, "forward", "backward")
-        for each in snapshot.list_saved():
-            yield each._replace(stage=snapshot.stage)
+        yield from (each._replace(stage=snapshot.stage) for each in snapshot.list_saved())
         for each in snapshot.temporaries:
             yield each._replace(stage=snapshot.stage, first=snapshot.name, last=snapshot.name)

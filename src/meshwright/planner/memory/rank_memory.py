@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
+from meshwright.collectives.nccl_buffers import estimate_buffer_bytes
 from meshwright.collectives.quantities import GIB
 from meshwright.layout import Layout
 from meshwright.names import BIDIRECTIONAL_SCHEDULES, SCHEDULE_CHUNKS
@@ -62,11 +63,13 @@ class RankMemory(Ledger):
         pp_rank: Pipeline rank.
         framework_bytes: Bytes of the CUDA context; on a CPU of interpreter and libraries.
         slack_bytes: Bytes without a known tensor, such as fragmentation.
+        nccl_bytes: Most bytes that NCCL's buffers take, which are not in `device_bytes`; 0 on a CPU.
     """
 
     pp_rank: int = 0
     framework_bytes: int = 0
     slack_bytes: int = 0
+    nccl_bytes: int = 0
 
     @property
     def device_bytes(self) -> int:
@@ -75,17 +78,16 @@ class RankMemory(Ledger):
 
     def by_category(self) -> dict[str, int]:
         """Return the bytes at the peak by category, with "framework" and "unexplained"."""
-        outside = {"framework": self.framework_bytes, "unexplained": self.slack_bytes}
-        return Ledger.by_category(self) | outside
+        return Ledger.by_category(self) | {"framework": self.framework_bytes, "unexplained": self.slack_bytes}
 
     def gib(self) -> dict[str, float]:
         """Return {category: GiB}. "peak" is the sum over tensors; "framework" and "unexplained" come in addition to the
-        peak. "workspace" includes communication and logits."""
+        peak, "nccl" in addition to all. "workspace" includes communication and logits."""
         found = self.by_category()
         parts = {name: found[name] / GIB for name in MEMORY_PARTS}
         parts["workspace"] += (found["communication"] + found["logits"]) / GIB
-        parts["peak"] = self.peak_bytes / GIB
-        return parts | {"framework": self.framework_bytes / GIB, "unexplained": self.slack_bytes / GIB}
+        outside = {"framework": self.framework_bytes, "unexplained": self.slack_bytes, "nccl": self.nccl_bytes}
+        return parts | {name: size / GIB for name, size in {"peak": self.peak_bytes, **outside}.items()}
 
 
 def merge_layers(items: Iterable[Allocation]) -> list[Allocation]:
@@ -124,7 +126,10 @@ def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
         found = Ledger(items, sum(item.bytes for item in items), "most micro-batches in flight")
     tensors = {field.name: getattr(found, field.name) for field in fields(Ledger)}
     slack = round(slack_fraction(problem.cluster) * found.peak_bytes)
-    return RankMemory(**tensors, pp_rank=pp_rank, framework_bytes=context_bytes(problem), slack_bytes=slack)
+    nccl = estimate_buffer_bytes(layout, problem.cluster.devices_per_node) if problem.cluster.kind == "cuda" else 0
+    return RankMemory(
+        **tensors, pp_rank=pp_rank, framework_bytes=context_bytes(problem), slack_bytes=slack, nccl_bytes=nccl
+    )
 
 
 def distinct_ranks(problem: Problem, layout: Layout) -> list[int]:
@@ -193,5 +198,5 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Alloc
 @lru_cache(maxsize=64)
 def fullest_rank(problem: Problem, layout: Layout) -> RankMemory:
     """Return the memory of the pipeline rank with the highest peak."""
-    ranks = (memory_of(problem, layout, rank) for rank in distinct_ranks(problem, layout))
-    return max(ranks, key=lambda rank: rank.device_bytes)
+    places = distinct_ranks(problem, layout)
+    return max((memory_of(problem, layout, place) for place in places), key=lambda rank: rank.device_bytes)

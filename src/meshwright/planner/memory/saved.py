@@ -112,9 +112,7 @@ def _compiled_layer(batch: MicroBatch, layer: int) -> Iterator[SavedTensor]:
         return
     if batch.layout.recompute == "selective":
         yield SavedTensor("mlp.input", (batch.rows, batch.slice, batch.config.hidden), "x")
-    for each in layer_tensors(batch, layer):
-        if each.name.startswith("mlp."):
-            yield each
+    yield from (each for each in layer_tensors(batch, layer) if each.name.startswith("mlp."))
 
 
 @cache

@@ -58,6 +58,9 @@ class StageSnapshots:
         self.compiled, self.queues, self.units = compiled, queues, buffers.units
         # Products add their weight gradients to the sums; those of grouped experts have no float32 output.
         self.fused = not batch.narrow or (batch.device == "cuda" and not batch.config.experts)
+        down = batch.config.intermediate // batch.layout.tp * batch.config.hidden
+        # A larger weight has its own function, whose forward recompute runs, unless it ends before the product.
+        self.product_read = not batch.config.post_norms and (queues or down >= FUSED_ACCUMULATION_MIN_NUMEL)
         self._layer = {unit: int(unit.split(".")[1]) for unit in self.units if unit.startswith("layers.")}
         self._saved_of, self._whole_of = self._by_unit(saved), self._by_unit(unrecomputed)
         self.saved_bytes = sum(each.bytes for each in saved)
@@ -212,10 +215,8 @@ class StageSnapshots:
             return 0
         names = [f"{unit}.input"] if batch.narrow else []
         if not batch.config.post_norms:
-            names += [f"{unit}.mlp.{what}" for what in ("down.sum", "output")]
-            down = batch.config.intermediate // batch.layout.tp * batch.config.hidden
-            if not self.queues and down < FUSED_ACCUMULATION_MIN_NUMEL:
-                names.append(f"{unit}.mlp.down.product")  # of a larger weight it is read: its own function makes it
+            results = "down.sum", "output", *(() if self.product_read else ("down.product",))
+            names += [f"{unit}.mlp.{what}" for what in results]
         return sum(each.bytes for each in self.saved if each.name in names)
 
     def _layer_backward(self, unit: str, split: bool) -> Iterator[NamedSnapshot]:
@@ -223,7 +224,7 @@ class StageSnapshots:
         "layers.3"; split: True if only input gradients are computed."""
         at, config, number, saved = self.batch, self.batch.config, self._layer[unit], self._whole_of[unit]
         kind = layer_kind(config, number)
-        layer = temporaries.Pass.of_layer(at, number, saved, split=split)
+        layer = temporaries.Pass.of_layer(at, number, saved, split=split, product_read=int(self.product_read))
         yield from layer.snapshots("mixture" if kind.mixed else "mlp")
         if config.adapter and (config.adapter.dropout or config.adapter.packed) and not kind.mixed:
             sizes = temporaries.adapter_sizes(at, number, layer.dimensions)
@@ -231,8 +232,7 @@ class StageSnapshots:
         yield from layer.snapshots("mlp_norm")
         around: list[Allocation] = []  # the MLP's tensors are freed by now, except operands of queued weight gradients
         if split:
-            of_products = queued_bytes(at, saved, number, attention=False)
-            around = [activation("queue of the MLP's weight gradients", of_products)]
+            around = [activation("queue of the MLP's weight gradients", queued_bytes(at, saved, number, False))]
         elif unit == self.units[-1]:  # of a stage that is not the last one
             around = [message("gradient from the next stage", self.stream)]
         for name, extras in layer.snapshots("attention"):

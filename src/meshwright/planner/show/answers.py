@@ -45,19 +45,18 @@ def plan_document(problem: Problem, best: Sequence[Estimate], result: SearchResu
 
 def ledger_documents(estimate: Estimate) -> list[dict[str, Any]]:
     """Return the memory ledger of an estimate as JSON objects, one per tensor at the memory peak of a pipeline rank. Of
-    several ranks with equal memory only one is listed.
+    several ranks with equal memory only one is listed. nccl_bytes: what NCCL's buffers take at most, beside the rest.
 
     Keys of an object: name, category; shape, dtype: of one tensor; bytes: of all tensors equal to this one together;
     stage: pipeline stage, null if it belongs to none; first, last: events between which it is allocated."""
     problem, layout = estimate.problem, estimate.layout
-    ranks = (memory_of(problem, layout, rank) for rank in distinct_ranks(problem, layout))
     return [
         {
             "pp": rank.pp_rank, "when": rank.peak_snapshot, "peak_bytes": rank.peak_bytes,
             "framework_bytes": rank.framework_bytes, "unexplained_bytes": rank.slack_bytes,
-            "items": [item._asdict() for item in rank.items],
+            "nccl_bytes": rank.nccl_bytes, "items": [item._asdict() for item in rank.items],
         }
-        for rank in ranks
+        for rank in (memory_of(problem, layout, place) for place in distinct_ranks(problem, layout))
     ]  # fmt: skip
 
 

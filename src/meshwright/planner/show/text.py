@@ -252,6 +252,8 @@ def _bill(estimate: Estimate, unit: Unit) -> Iterator[tuple[str, str, str]]:
         if category == "unexplained":
             shown = f"allowance of {size / memory.peak_bytes:.0%} of all tensors, such as for fragmentation"
         yield category, unit.number(size), shown
+    if memory.nccl_bytes:
+        yield "NCCL", unit.number(memory.nccl_bytes), "buffers, at most; not in the peak or the fit, see --reserve"
 
 
 def ledger_text(memory: RankMemory, width: int = WIDE) -> str:

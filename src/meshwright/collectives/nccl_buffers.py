@@ -1,0 +1,85 @@
+"""Device memory of NCCL's buffers, which it allocates beside torch's allocator: an upper estimate for a layout.
+
+Between two GPUs of a node each channel of a connection has buffers of all three protocols at the receiver (LL 512 KiB,
+LL128 4.7 MiB, Simple 4 MiB: NVIDIA/nccl, src/init.cc `computeBuffSizes`, src/include/device.h; src/transport/p2p.cc),
+which pages of 2 MiB round up to 10 MiB, and a page of flags at both ends.
+
+Published: an all-to-all of 8 H100 takes 3.28 GB, in buffers of 10 and 2 MiB (NVIDIA/nccl, issue 1685), here 3.29 GB;
+all-reduces of groups of 3 or 4 A100 take 688 MB, of pairs 544 MB (issue 964), here 705 MB. Fewer channels (16 of an
+H800, 2 to 4 without NVLink) take less. Not counted: NVLink SHARP, network plug-ins.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from meshwright.layout import Layout
+
+CONNECTION_BYTES = (10 + 2 + 2) << 20
+"""Bytes on each rank of one channel of a connection over which it sends and receives."""
+CHANNELS = 24
+"""Channels of collectives between GPUs with NVLink (A100 and H100: "24 coll channels, 32 p2p channels per peer")."""
+NODE_PEER_CHANNELS, NETWORK_PEER_CHANNELS = 32, 2
+"""Channels of point-to-point messages to each rank of the same node, and of other nodes (NCCL_NCHANNELS_PER_NET_PEER).
+"""
+NEIGHBOURS = 2
+"""Connections of a channel for collectives: the ring's and the tree's."""
+
+LAYER_AXES = ("tp", "cp", "pp", "ep", "etp")
+STATE_AXES = ("data", "shard", "replica", "expert_data", "expert_shard", "expert_replica", "world")
+
+
+class Communicator(NamedTuple):
+    """Ranks of a communicator, numbered `stride` apart. separate: True for a layer's calls over the ranks of gradients
+    and parameters, which have their own communicator (`comm/mesh.py`)."""
+
+    size: int
+    stride: int
+    separate: bool
+
+
+def list_communicators(layout: Layout) -> dict[Communicator, list[str]]:
+    """Return the communicators of more than one rank that a rank of the engine uses, each with its mesh axes."""
+    of_states = {(layout.group_size(axis), _stride(layout, axis)) for axis in STATE_AXES[:3]}
+    found: dict[Communicator, list[str]] = {}
+    for axis in (*LAYER_AXES, *STATE_AXES):
+        size, stride = layout.group_size(axis), _stride(layout, axis)
+        if size > 1 and (layout.expert_parallel or not axis.startswith("e")):
+            separate = axis in LAYER_AXES and (size, stride) in of_states
+            found.setdefault(Communicator(size, stride, separate), []).append(axis)
+    return found
+
+
+def estimate_buffer_bytes(layout: Layout, devices_per_node: int) -> int:
+    """Return the bytes that NCCL's buffers take on one rank, at most: every communicator has connected all of its
+    algorithms, and has buffers of its own (`ncclCommSplit` shares none by default). 0 for one rank.
+
+    devices_per_node: GPUs of a node; messages to other nodes have fewer channels."""
+    total = 0
+    for (size, stride, _), axes in list_communicators(layout).items():
+        peers = max(_count_peers(layout, axis) for axis in axes)
+        near = min(peers, max(0, devices_per_node // stride - 1))
+        channels = near * NODE_PEER_CHANNELS + (peers - near) * NETWORK_PEER_CHANNELS
+        if any(axis not in ("pp", "cp", "ep") for axis in axes):
+            channels += NEIGHBOURS * CHANNELS
+        total += channels * CONNECTION_BYTES
+        assert peers < size
+    return total
+
+
+def _stride(layout: Layout, axis: str) -> int:
+    """Return the distance of two neighbouring ranks in a group of an axis: a group is an arithmetic progression."""
+    if axis.endswith("replica"):
+        shard = axis.replace("replica", "shard")
+        return _stride(layout, shard) * layout.group_size(shard)
+    strides = {"tp": 1, "etp": 1, "world": 1, "ep": layout.etp, "pp": layout.tp * layout.cp * layout.dp}
+    return strides.get(axis, layout.ep * layout.etp if axis.startswith("expert") else layout.tp)
+
+
+def _count_peers(layout: Layout, axis: str) -> int:
+    """Return the number of ranks to which a rank sends point-to-point messages over an axis: neighbours in the pipeline
+    and in ring attention, all others in an all-to-all."""
+    others = layout.group_size(axis) - 1
+    if axis == "pp" or (axis == "cp" and layout.cp_method == "ring"):
+        return min(2, others)
+    return others if axis in ("cp", "ep") else 0
