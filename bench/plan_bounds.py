@@ -23,14 +23,14 @@ from meshwright.spec.config_from_recipe import config_from_recipe
 
 Pair = tuple[Run, StepTime]
 BOUNDS = Path(__file__).parents[1] / "src" / "meshwright" / "planner" / "cost" / "bounds.toml"
-OUTSIDE = 0.06
+OUTSIDE = 0.1
 """Share of runs that quantiles leave outside, before `conformal_shift` widens them."""
 COVERED = 0.9
 """Share of a new project's runs that the bounds hold, if it is like those whose sources no rate was fitted to."""
 HELD_BACK = ("MaxText", "PaxML", "Kubernetes", "Llama 3", "NVIDIA/NeMo docs")
 """How the names of sources begin that no constant of the planner was fitted to, beside those of unseen_runs.csv."""
 WIDEN = 0.25
-NARROW, WAITING = 0.8, 0.3
+NARROW, WAITING = 0.6, 0.02
 """Exponent of the bounds of steps that wait for nothing, and the share of waiting from which it is 1: chosen, as
 `OUTSIDE`, by the coverage and width of bounds that only other projects gave."""
 LEAST_PROJECTS, LEAST_RUNS = 3, 15
@@ -119,8 +119,8 @@ def pooled(runs: list[tuple[Run, StepTime, StepProperties]]) -> tuple[float, flo
 
 
 def kinds(pairs: Iterable[Pair]) -> Iterator[dict[str, Any]]:
-    """Yield the kinds of enough runs and projects, the narrowest first; the last has all. Their quantiles are those of
-    all dense models or of all mixtures: those of one kind, of few projects, hold less of a new one. pairs: runs,
+    """Yield the kinds of enough runs and projects, the narrowest first; the last has all. Quantiles are halfway to
+    those of all dense models or of all mixtures: their own, of few projects, hold less of a new one. pairs: runs,
     predictions."""
     asked = [(one, step, request(one, step)) for one, step in pairs]
     pools = {experts: [each for each in asked if each[2].experts == experts] for experts in (False, True)}
@@ -134,7 +134,8 @@ def kinds(pairs: Iterable[Pair]) -> Iterator[dict[str, Any]]:
             projects = len({project(one) for one, *_ in members})
             if len(fields) > 1 and (projects < LEAST_PROJECTS or len(members) < LEAST_RUNS):
                 continue
-            low, high = bounds[values[fields.index("experts")] if "experts" in fields else None]
+            pool = bounds[values[fields.index("experts")] if "experts" in fields else None]
+            low, high = (math.sqrt(a * b) for a, b in zip(pool, pooled(members), strict=True))
             limits = {
                 name: sign * max(sign * getattr(each, name) for *_, each in members) for name, sign in LIMITS.items()
             }

@@ -79,8 +79,6 @@ def test_one_factor_widens_both_bounds():
 
 
 def test_bounds_depend_on_the_kind_of_run():
-    """Dense models share quantiles, which hold more runs of projects left out than those of few projects; what is
-    outside is of the kind alone."""
     table = read_bounds_table()
     wide = {
         name: table.bounds(one)
@@ -90,11 +88,9 @@ def test_bounds_depend_on_the_kind_of_run():
         )
     }  # fmt: skip
     ratios = {name: each.high / each.low for name, each in wide.items()}
-    assert ratios["Ampere"] == ratios["Hopper"] == ratios["fp8"] < ratios["experts"] - 0.05
-    longest = {name: each.kind.limits["sequence"] for name, each in wide.items() if each.kind is not None}
-    assert longest["Hopper"] < longest["fp8"] and longest["experts"] < longest["Ampere"]
+    assert ratios["Ampere"] < ratios["Hopper"] < ratios["experts"]
     assert all(each.low < 1 < each.high for each in wide.values())
-    assert len({each.kind.name for each in wide.values() if each.kind is not None}) == 4
+    assert len({(each.low, each.high) for each in wide.values()}) == 4
     assert wide["Hopper"].outside == () and wide["Hopper"].kind is not None
     assert wide["Hopper"].kind.name == "dense, Hopper, 16 or 32 bits"
 
