@@ -2,8 +2,8 @@
 runs.
 
 Published runs are grouped into kinds: dense or mixture of experts, device architecture, fp8 or wider. For each kind
-`bounds.toml` has quantiles of measured / predicted seconds (every source has equal weight), halfway to all dense models'
-or all mixtures', and the extremes of the kind's runs, beyond which the bounds widen. Steps that hardly wait for
+`bounds.toml` has quantiles of measured / predicted seconds (every source has equal weight), halfway to all dense
+models' or mixtures', and the extremes of the kind's runs, beyond which the bounds widen. Steps that hardly wait for
 communication are predicted better, so their bounds are narrower. `bench/plan_accuracy.py` writes the file, and tests
 it by predicting the runs of every project from the runs of the others.
 
