@@ -7,8 +7,8 @@ Beside the table that is named, `bench/data/published_runs.csv` and `unseen_runs
 constants are fitted to, `planner/cost/rates.toml` says; `HELD_BACK` are sources that no constant was fitted to, though
 four were chosen with them in sight (sum of attention's times, its flash-2 rates, overlap tax across, ramp of pairs).
 The bounds of a source are tested by those that the runs of all other projects give (`held_out`), also by kind of run.
-`--bounds` first writes the planner's bounds from all runs but those of the parts `test` and `fresh` of
-`unseen_runs.csv`, which decide nothing. Peaks of memory that the tables have are compared with what the planner says
+`--bounds` first writes the planner's bounds from all runs but those of the `JUDGED` parts of `unseen_runs.csv`, which
+decide nothing. Peaks of memory that the tables have are compared with what the planner says
 the allocator holds.
 """
 
@@ -37,6 +37,7 @@ from meshwright.toml import read_packaged_toml
 
 Predictions = list[tuple[Run, StepTime]]
 LEAST_OF_A_SWEEP = 3
+JUDGED = ("test", "fresh-2")
 Bounded = dict[str, list[Bounds]]
 
 
@@ -92,17 +93,16 @@ def report(found: Predictions) -> dict[str, Any]:
 
 def measure(path: Path, verbose: bool = False, bounds: bool = False) -> dict[str, Any]:
     """The figures of all sources of a table, of all its runs together, and the same of the published ones."""
-    tables = [priced(path, verbose), priced(PUBLISHED, verbose), priced(UNSEEN, verbose, "development")]
-    test, test_refused = priced(UNSEEN, verbose, "test")
-    fresh, fresh_refused = priced(UNSEEN, verbose, "fresh")
+    tables = [priced(path, verbose), priced(PUBLISHED, verbose)]
+    tables += [priced(UNSEEN, verbose, half) for half in ("development", "fresh")]
     everything = {source: pairs for found, _ in tables for source, pairs in found.items()}
     if bounds:
         plan_bounds.write([pair for pairs in everything.values() for pair in pairs])
         read_packaged_toml.cache_clear()
         read_bounds_table.cache_clear()
         return measure(path)
-    left_out, tested, renewed = held_out(everything), held_out(everything, test), held_out(everything, fresh)
-    given, new, development = (figures(found, refused, left_out) for found, refused in tables)
+    left_out = held_out(everything)
+    given, new, development, fresh = (figures(found, refused, left_out) for found, refused in tables)
     known = {source: pairs for found, _ in tables[:2] for source, pairs in found.items()}
     back = {source: pairs for source, pairs in known.items() if source.startswith(HELD_BACK)}
     return given | {
@@ -113,12 +113,22 @@ def measure(path: Path, verbose: bool = False, bounds: bool = False) -> dict[str
         "sweeps": sweeps(known),
         "unseen": {
             "development": development,
-            "test": figures(test, test_refused, tested) | {"memory": memory(UNSEEN, "test")},
-            "test_kinds": by_kind(test, tested),
-            "fresh": figures(fresh, fresh_refused, renewed) | {"memory": memory(UNSEEN, "fresh")},
-            "fresh_kinds": by_kind(fresh, renewed),
-        },
+            "fresh": fresh | {"memory": memory(UNSEEN, "fresh")},
+            "fresh_kinds": by_kind(tables[3][0], left_out),
+        }
+        | judged(everything, verbose),
     }
+
+
+def judged(everything: dict[str, Predictions], verbose: bool) -> dict[str, Any]:
+    """Return the figures of the parts that decide nothing, with their bounds from `everything`."""
+    found: dict[str, Any] = {}
+    for part in JUDGED:
+        runs_, refused = priced(UNSEEN, verbose, part)
+        bounded, name = held_out(everything, runs_), part.replace("-", "_")
+        found[name] = figures(runs_, refused, bounded) | {"memory": memory(UNSEEN, part)}
+        found[f"{name}_kinds"] = by_kind(runs_, bounded)
+    return found
 
 
 def priced(path: Path, verbose: bool, half: str | None = None) -> tuple[dict[str, Predictions], list[str]]:

@@ -23,14 +23,14 @@ from meshwright.spec.config_from_recipe import config_from_recipe
 
 Pair = tuple[Run, StepTime]
 BOUNDS = Path(__file__).parents[1] / "src" / "meshwright" / "planner" / "cost" / "bounds.toml"
-OUTSIDE = 0.06
+OUTSIDE = 0.1
 """Share of runs that quantiles leave outside, before `conformal_shift` widens them."""
 COVERED = 0.9
 """Share of a new project's runs that the bounds hold, if it is like those whose sources no rate was fitted to."""
 HELD_BACK = ("MaxText", "PaxML", "Kubernetes", "Llama 3", "NVIDIA/NeMo docs")
-"""How the names of sources begin that no constant of the planner was fitted to, beside those of `UNSEEN`."""
+"""How the names of sources begin that no constant of the planner was fitted to, beside those of unseen_runs.csv."""
 WIDEN = 0.25
-NARROW, WAITING = 0.5, 0.02
+NARROW, WAITING = 0.6, 0.02
 """Exponent of the bounds of steps that wait for nothing, and the share of waiting from which it is 1: chosen, as
 `OUTSIDE`, by the coverage and width of bounds that only other projects gave."""
 LEAST_PROJECTS, LEAST_RUNS = 3, 15
@@ -71,7 +71,7 @@ def request(one: Run, step: StepTime) -> StepProperties:
 def scores(pairs: list[Pair]) -> list[tuple[str, float]]:
     """Return, of every run that no rate was fitted to, its project and the least factor by which both bounds have to be
     wider to hold the run: the bounds that the runs of all other projects give."""
-    development = sources(UNSEEN, "development")
+    development = sources(UNSEEN, "development") | sources(UNSEEN, "fresh")
     unfitted = [pair for pair in pairs if pair[0].source.startswith(HELD_BACK) or pair[0].source in development]
     found = []
     for whose in sorted({project(one) for one, _ in unfitted}):
@@ -110,9 +110,22 @@ def quantiles(ratios: list[float], weights: list[float]) -> tuple[float, float]:
     return min(found[0], 1.0), max(found[1], 1.0)
 
 
+def pooled(runs: list[tuple[Run, StepTime, StepProperties]]) -> tuple[float, float]:
+    """Return the quantiles of measured over predicted seconds, as if all steps waited, every source with equal
+    weight."""
+    runs_of = Counter(one.source for one, *_ in runs)
+    ratios = [(one.seconds / step.seconds) ** (1 / SPREAD.spread(each)) for one, step, each in runs]
+    return quantiles(ratios, [1 / runs_of[one.source] for one, *_ in runs])
+
+
 def kinds(pairs: Iterable[Pair]) -> Iterator[dict[str, Any]]:
-    """Yield the kinds of enough runs and projects, the narrowest first; the last has all. pairs: runs, predictions."""
+    """Yield the kinds of enough runs and projects, the narrowest first; the last has all. Quantiles are halfway to
+    those of all dense models or of all mixtures: their own, of few projects, hold less of a new one. pairs: runs,
+    predictions."""
     asked = [(one, step, request(one, step)) for one, step in pairs]
+    pools = {experts: [each for each in asked if each[2].experts == experts] for experts in (False, True)}
+    bounds = {experts: pooled(each if len(each) >= LEAST_RUNS else asked) for experts, each in pools.items()}
+    bounds[None] = pooled(asked)
     for fields in TOGETHER:
         alike: dict[tuple[Any, ...], list[tuple[Run, StepTime, StepProperties]]] = defaultdict(list)
         for each in asked:
@@ -121,11 +134,8 @@ def kinds(pairs: Iterable[Pair]) -> Iterator[dict[str, Any]]:
             projects = len({project(one) for one, *_ in members})
             if len(fields) > 1 and (projects < LEAST_PROJECTS or len(members) < LEAST_RUNS):
                 continue
-            runs_of = Counter(one.source for one, *_ in members)
-            low, high = quantiles(
-                [(one.seconds / step.seconds) ** (1 / SPREAD.spread(each)) for one, step, each in members],
-                [1 / runs_of[one.source] for one, *_ in members],
-            )
+            pool = bounds[values[fields.index("experts")] if "experts" in fields else None]
+            low, high = (math.sqrt(a * b) for a, b in zip(pool, pooled(members), strict=True))
             limits = {
                 name: sign * max(sign * getattr(each, name) for *_, each in members) for name, sign in LIMITS.items()
             }

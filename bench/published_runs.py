@@ -2,9 +2,9 @@
 
 `bench/data/published_runs.csv` has the columns of the table that `bench/plan_accuracy.py` takes, and two more: the
 engine whose kernels are priced, and whether its blocks were compiled. `bench/data/unseen_runs.csv` has two more: the
-part of its sources, "development", "test" or "fresh", to which they were assigned before any of their runs was priced
-("fresh": recorded later than the other two), and devices per node where they are not 8. Its engines are those that
-their names suggest, also where an engine of another kind is nearer to what the authors describe.
+part of its sources, "development", "test", "fresh" or "fresh-2", to which they were assigned before any of their runs
+was priced (the last two were recorded later, one after the other), and devices per node where they are not 8. Its
+engines are those that their names suggest, also where an engine of another kind is nearer to what the authors describe.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from meshwright.spec.presets import PRESETS, preset
 PUBLISHED, UNSEEN = (Path(__file__).parent / "data" / f"{name}_runs.csv" for name in ("published", "unseen"))
 
 DEVICES = {
+    "V100-16GB": "v100",
     "A100-40GB": "a100-40",
     "A100-80GB": "a100-80",
     "A800-80GB": "a800",
@@ -39,6 +40,8 @@ DEVICES = {
     "B300": "b300",
     "GB200": "gb200",
     "GB300": "gb300",
+    "MI300X-192GB": "mi300x",
+    "MI355X-288GB": "mi355x",
 }
 RACK = 64  # devices of a scale-up domain of 72 that jobs of power-of-two size use
 SOURCES = (  # engine of a source's runs, unless a column names it
@@ -59,6 +62,7 @@ ARCHITECTURES = {
     "llama-34b": {"family": "llama", "activation": "silu"},
     "Llama-1.34B": {"family": "llama", "activation": "silu", "tied": True},
     "Llama-3.57B": {"family": "llama", "activation": "silu", "tied": True},
+    "Sheared-LLaMA": {"family": "llama", "activation": "silu"},
     "Llama-8": {"family": "llama", "activation": "silu"},
     "Yi-34B": {"family": "llama", "activation": "silu"},
     "Baichuan2": {"family": "llama", "activation": "silu"},

@@ -177,14 +177,18 @@ def test_broadcasts_of_parameters_take_a_latency_for_each_rank():
         assert longer[0] <= times[1] - times[0] <= longer[1], (name, times)
 
 
-@pytest.mark.parametrize(("part", "count", "sources", "holds"), [("test", 165, 11, 0.7), ("fresh", 48, 6, 0.88)])
-def test_runs_that_nothing_was_chosen_by_are_predicted_less_well(part: str, count: int, sources: int, holds: float):
-    """Two parts of bench/data/unseen_runs.csv, whose sources have no part in rates or bounds."""
+@pytest.mark.parametrize(
+    ("part", "count", "sources", "holds", "error"),
+    [("test", 165, 11, 0.7, 0.14), ("fresh", 48, 6, 0.88, 0.14), ("fresh-2", 98, 15, 0.5, 0.25)],
+)
+def test_unseen_runs_are_predicted_less_well(part: str, count: int, sources: int, holds: float, error: float):
+    """Parts of bench/data/unseen_runs.csv, whose sources have no part in rates; "fresh" has one in bounds. The last, of
+    programs that nobody tuned, is far from what the bounds promise."""
     other, _ = priced(UNSEEN, verbose=False, half="development")
     tested, refused = priced(UNSEEN, verbose=False, half=part)
     found = figures(tested, refused, held_out(other, tested))
     assert found["runs"] == count and found["share_refused"] < 0.03
-    assert found["mean_error"] <= 0.14 and found["mean_error_of_sources"] <= 0.14 and found["bounds_hold"] >= holds
+    assert found["mean_error"] <= error and found["mean_error_of_sources"] <= error and found["bounds_hold"] >= holds
     known = {one.source for one in runs(PUBLISHED) if isinstance(one, Run)}
     assert len(tested) == sources and not set(tested) & (known | set(other))
 

@@ -40,11 +40,17 @@ class Engine:
         stops_early: True if the recomputation of a layer omits its last matrix product where the backward does not need
             the result.
         loss_bytes: Bytes read and written for each logit by the loss, forward and backward together.
-        loss_holds: Bytes allocated for each logit, without the logit itself, while the loss is computed.
+        loss_holds: Bytes allocated for each logit, without the logit itself, while the loss is computed; -2 if logits
+            are never in memory all at once.
+        gathers_logits: True if each tp rank has all columns of the logits for the loss.
         compiles_loss: True if the loss is compiled where layers are.
         wide_parameters: True if persistent parameters are float32 only, and 16-bit copies are temporary.
         gradient_bytes: Bytes of an element of the gradients that are accumulated over micro-batches.
         reduced_bytes: Bytes of an element of gradients in reductions between ranks; None: `gradient_bytes`.
+        saves: Activations that a layer saves for the backward: the list of memory/published.toml.
+        holds_gradients: True if ZeRO-2 and ZeRO-3 reduce gradients once a step only, so that each rank holds them whole
+            while micro-batches follow one another.
+        state_bytes: Bytes of an element of optimizer states in 16-bit training; 2: also without float32 master weights.
         narrow_states: True if parameters and optimizer states are 16-bit, without float32 master weights, where
             gradients are 16-bit.
         accumulates: How weight gradients are added to their sum: "fused": by the matrix product; "added": by a kernel
@@ -84,10 +90,14 @@ class Engine:
     stops_early: bool = True
     loss_bytes: float = 40.0
     loss_holds: float = 8.0
+    gathers_logits: bool = False
     compiles_loss: bool = True
     wide_parameters: bool = False
     gradient_bytes: int = 4
     reduced_bytes: int | None = None
+    saves: Literal["megatron", "eager", "eight_bit"] = "megatron"
+    holds_gradients: bool = False
+    state_bytes: int = 4
     narrow_states: bool = False
     accumulates: Literal["fused", "added", "copied"] = "added"
     overlaps_data: bool = True
@@ -121,19 +131,15 @@ class Engine:
 
     def compiled(self) -> Engine:
         """Return a copy of this engine for blocks compiled by torch.compile."""
-        if not self.compiles_loss:
-            return replace(self, fusion="compiled")
-        holds = min(self.loss_holds, 8.0)
-        return replace(self, fusion="compiled", loss_bytes=min(self.loss_bytes, _COMPILED_LOSS), loss_holds=holds)
+        # bf16 logits are read for the maxima, for the sums, and read and written for the gradient; a copy.
+        loss: dict[str, Any] = {"loss_bytes": min(self.loss_bytes, 12.0), "loss_holds": min(self.loss_holds, 8.0)}
+        return replace(self, fusion="compiled", **loss) if self.compiles_loss else replace(self, fusion="compiled")
 
     def overlapped(self, setting: str, device: str) -> Engine:
         """Return this engine with tensor-parallel products that overlap with their collectives, if a run of the engine
         `meshwright` has them. setting: `train.tensor_overlap`; device: "cpu" or "cuda"."""
         overlaps = self.name == "meshwright" and (setting == "chunks" or (setting == "auto" and device == "cuda"))
         return replace(self, overlaps_tensor="products") if overlaps else self
-
-
-_COMPILED_LOSS = 12.0  # bf16 logits read for the maxima, for the sums, and read and written for the gradient; a copy
 
 
 ENGINES: dict[str, Engine] = {}

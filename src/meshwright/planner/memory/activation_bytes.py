@@ -153,9 +153,9 @@ def state_bytes_per_parameter(problem: Problem) -> StateBytes:
     sharding."""
     narrow = problem.precision not in ("fp32", "tf32")
     gradients = problem.engine.gradient_bytes if narrow else 4  # ours sums in float32
-    masters = narrow and not problem.engine.wide_parameters
-    states = 4.0 * (len(optimizer_kinds(problem.optimizer)) + masters)
-    return StateBytes(2.0 if masters else 4.0, gradients, states)
+    wide, element = problem.engine.wide_parameters or not narrow, problem.engine.state_bytes if narrow else 4
+    states = float(element * (len(optimizer_kinds(problem.optimizer)) + (element == 4 and not wide)))
+    return StateBytes(4.0 if wide else 2.0, gradients, states)
 
 
 def state_sizes(problem: Problem, zero: int, numel: Floats, shards: Floats | int) -> Floats:

@@ -26,31 +26,26 @@ from meshwright.toml import read_packaged_toml
 
 def published_layer(batch: MicroBatch, mixture: bool = False) -> dict[str, Number]:
     """Return {operation: bytes} of the activations that one layer saves on one rank under the micro-batch's engine, as
-    published; Megatron-LM's for an engine without published figures. mixture: True if the layer's MLP is a mixture of
-    experts."""
+    published (`Engine.saves`). mixture: True if the layer's MLP is a mixture of experts."""
     config, engine, recompute = batch.config, batch.engine, batch.layout.recompute
     kind, latent = LayerKind(None, mixture, rotates=False), config.latent
     numbers = (latent.query_rank or 0) + latent.cached_dim if latent else 3 * config.heads * config.head_dim
     flags = {
-        "alternate": engine.name == "torchtitan" and recompute == "selective" and not mixture,
+        "alternate": engine.selective == "every second product" and recompute == "selective" and not mixture,
         "stores_scores": batch.kernel == "scores" and recompute == "none", "compiled": engine.fusion == "compiled",
         "gathered": keeps_gathered(batch.layout, batch.engine),
     }  # fmt: skip
     true = list_properties(batch, kind) | {name for name, value in flags.items() if value}
     table = read_packaged_toml("planner/memory/published.toml")
-    found = select_items(table[_CONVENTIONS.get(engine.name, "megatron")], true, table["groups"])
+    found = select_items(table[engine.saves], true, table["groups"])
     dimensions = Dimensions(batch, kind, {"latent_numbers": numbers})
     return {item.name: dimensions[item.value] for item in found}
-
-
-_CONVENTIONS = {"torchtitan": "eager", "llm-foundry": "eager", "nanotron": "eager", "hai-llm": "eight_bit"}
-"""Lists of `published.toml` by engine; Megatron-LM's for all others."""
 
 
 def keeps_gathered(layout: Layout, engine: Engine) -> bool:
     """Return True if products keep their all-gathered inputs under sequence parallelism, as those of DTensors do;
     Megatron-LM gathers them again in the backward."""
-    return layout.tp > 1 and layout.tensor_sequence_parallel and engine.name == "torchtitan"
+    return layout.tp > 1 and layout.tensor_sequence_parallel and engine.name.startswith("torchtitan")
 
 
 def loss_bytes(engine: Engine, tokens: float, width: int, itemsize: int, gathered_hidden: int) -> float:

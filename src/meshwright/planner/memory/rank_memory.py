@@ -178,21 +178,20 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Alloc
         again = max(again, sum(published_layer(unrecomputed, mixture).values()) - sum(saved.values()))
     logits = 0.0
     if config.head in ("next", "masked") and any(stage.last for stage in place):
-        tokens = count_predictions(config, batch.rows, problem.sequence) / layout.cp
-        gathered = config.hidden * keeps_gathered(layout, engine)
-        logits = loss_bytes(engine, tokens, batch.vocabulary, x, gathered)
+        tokens = count_predictions(config, batch.rows, problem.sequence) / layout.cp * layout.tp**engine.gathers_logits
+        logits = loss_bytes(engine, tokens, batch.vocabulary, x, config.hidden * keeps_gathered(layout, engine))
     # The loss has ended when a layer is recomputed, so the larger of the two counts.
     if again * x / 2 > logits:
         yield Allocation("activations", "a recomputed layer", bytes=round(again * x / 2))
     elif logits:
         yield Allocation("logits", "logits", bytes=round(logits))
-    if communicated_zero_stage(layout.zero, layout.pp, engine) < layout.zero:
-        if layout.zero == 3:
-            yield Allocation("communication", "gathered parameters", bytes=round((dense + experts) * x))
-        yield Allocation("gradients", "unsharded gradients", bytes=round((dense + experts) * each.gradients))
-    elif layout.zero == 3:
+    whole, once = dense + experts, communicated_zero_stage(layout.zero, layout.pp, engine) < layout.zero
+    if once or (engine.holds_gradients and layout.zero > 1 and layout.micro_batches > 1):
+        size = each.gradients * (1 if once else 1 - 1 / layout.group_size("shard"))
+        yield Allocation("gradients", "unsharded gradients", bytes=round(whole * size))
+    if layout.zero == 3:
         layer = max(sum(sum_parameters(layer_operators(batch, each))) for each in layer_examples(config).values())
-        yield Allocation("communication", "gathered layers", bytes=round(2 * layer * x))
+        yield Allocation("communication", "gathered parameters", bytes=round(x * (whole if once else 2 * layer)))
 
 
 @lru_cache(maxsize=64)
