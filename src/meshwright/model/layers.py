@@ -45,7 +45,7 @@ class Linear(nn.Module):
         """Return x Wᵀ + b, [..., Y], for `x` [..., X], where W is [Y, X]; with a LoRA adapter of matrices A, B and
         scale s, x (W + s B A)ᵀ + b."""
         if self.adapter is None and self.packed is None:
-            return linear(x, self.weight, self.bias, self.weight_gradients, self.taps, self.ends_recompute)
+            return linear(x, self.weight, self.bias, self.weight_gradients, self.taps, None, self.ends_recompute)
         y = self._product(x)
         return y if self.bias is None else y + self.bias
 
@@ -59,7 +59,7 @@ class Linear(nn.Module):
         adapter."""
         if self.packed is not None:
             return self.packed(x, self.weight)
-        return linear(x, self.weight, None, self.weight_gradients, self.taps, self.ends_recompute)
+        return linear(x, self.weight, None, self.weight_gradients, self.taps, None, self.ends_recompute)
 
 
 class ParallelLinear(Linear):
