@@ -3,11 +3,15 @@ they overlap."""
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 
 from meshwright.comm.local import LocalRanks
@@ -15,29 +19,44 @@ from meshwright.comm.mesh import Axis, Communicator, Mesh
 from meshwright.comm.products import choose_product_overlap, multiply_and_scatter, multiply_gathered
 from meshwright.layout import Layout
 
+HERE = socket.gethostname(), True
+
+
+@contextmanager
+def gathered_with(others: tuple[str, bool]) -> Iterator[None]:
+    """Two ranks, of which the other reports `others`: host and support of symmetric memory."""
+
+    def gather(everyone: list[Any], mine: Any) -> None:
+        everyone[:] = [mine, others]
+
+    with mock.patch.object(dist, "get_world_size", lambda: 2), mock.patch.object(dist, "all_gather_object", gather):
+        yield
+
 
 @pytest.mark.parametrize(
-    ("setting", "device", "ranks", "capability", "connected", "chosen"),
+    ("setting", "device", "others", "capability", "connected", "chosen"),
     [
-        ("off", "cuda", (0, 1), (9, 0), True, "off"),
-        ("off", "cpu", (0, 1), None, True, "off"),
-        ("chunks", "cpu", (0, 1), None, True, "chunks"),
-        ("chunks", "cuda", (0, 1), (9, 0), True, "chunks"),
-        ("auto", "cpu", (0, 1), None, True, "off"),
-        ("auto", "cuda", (0, 1), (9, 0), True, "symmetric"),
-        ("auto", "cuda", (4, 5, 6, 7), (8, 0), True, "symmetric"),
-        ("auto", "cuda", (0, 1), (7, 5), True, "chunks"),
-        ("auto", "cuda", (0, 1), (9, 0), False, "chunks"),
-        ("auto", "cuda", (2, 3, 4, 5), (9, 0), True, "chunks"),  # two nodes of four GPUs
+        ("off", "cuda", HERE, (9, 0), True, "off"),
+        ("off", "cpu", HERE, None, True, "off"),
+        ("chunks", "cpu", HERE, None, True, "chunks"),
+        ("chunks", "cuda", HERE, (9, 0), True, "chunks"),
+        ("auto", "cpu", HERE, None, True, "off"),
+        ("auto", "cuda", HERE, (9, 0), True, "symmetric"),
+        ("auto", "cuda", HERE, (8, 0), True, "symmetric"),
+        ("auto", "cuda", HERE, (7, 5), True, "chunks"),
+        ("auto", "cuda", HERE, (9, 0), False, "chunks"),
+        ("auto", "cuda", (HERE[0], False), (9, 0), True, "chunks"),  # another rank cannot
+        ("auto", "cuda", ("another host", True), (9, 0), True, "chunks"),
     ],
 )
-def test_overlap_is_chosen_by_setting_and_devices(
-    setting: str, device: str, ranks: tuple[int, ...], capability: Any, connected: bool, chosen: str
+def test_overlap_is_chosen_by_setting_and_devices_of_all_ranks(
+    setting: str, device: str, others: tuple[str, bool], capability: Any, connected: bool, chosen: str
 ):
-    axis = Axis("tp", ranks, 0, None, Communicator(device))
+    axis = Axis("tp", (0, 1), 0, None, Communicator(device))
     with (
+        gathered_with(others),
         mock.patch.object(torch.cuda, "device_count", lambda: 4),
-        mock.patch.object(torch.cuda, "current_device", lambda: ranks[0] % 4),
+        mock.patch.object(torch.cuda, "current_device", lambda: 1),
         mock.patch.object(torch.cuda, "get_device_capability", lambda index: capability),
         mock.patch.object(torch.cuda, "can_device_access_peer", lambda here, peer: connected and here != peer),
     ):
@@ -47,6 +66,7 @@ def test_overlap_is_chosen_by_setting_and_devices(
 def test_overlap_without_the_fused_operators_is_in_chunks():
     axis = Axis("tp", (0, 1), 0, None, Communicator("cuda"))
     with (
+        gathered_with(HERE),
         mock.patch.object(torch.cuda, "device_count", lambda: 2),
         mock.patch.object(torch.cuda, "current_device", lambda: 0),
         mock.patch.object(torch.cuda, "get_device_capability", lambda index: (9, 0)),

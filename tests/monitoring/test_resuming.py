@@ -39,6 +39,7 @@ def different(recipe: Path, key: str) -> Recipe:
         "resiliparse",
         "random",
         "halving",
+        "chunks",
     ]
     for value in numbers + words:
         try:
@@ -54,7 +55,7 @@ MAY_CHANGE = {
     "layout",
     *(f"run.{key}" for key in ("name", "directory", "rendezvous", "device", "threads", "collective_timeout")),
     "data.cache",
-    *(f"train.{key}" for key in ("steps", "decay", "compile", "deterministic", "cuda_graphs")),
+    *(f"train.{key}" for key in ("steps", "decay", "compile", "deterministic", "cuda_graphs", "tensor_overlap")),
     *(f"train.{key}" for key in ("validate_every", "validation_sequences")),
     *(f"train.{key}" for key in ("maximum_skipped", "loss_scale", "loss_scale_every", "log_every", "slow_rank_factor")),
     *("train.profile", "train.profile_ranks", "track.to", "track.options"),

@@ -213,6 +213,7 @@ def test_fit_writes_profile_and_tracks_figures(two, undisturbed, tmp_path):
         ({"track": {"to": ["tensorbord"]}}, 'unknown tracker "tensorbord"; did you mean "tensorboard"'),
         ({"train": {"profile": "2", "profile_ranks": [1]}}, "there is no rank 1"),
         ({"train": {"cuda_graphs": True}}, "train.cuda_graphs is for built-in models"),
+        ({"train": {"tensor_overlap": "chunks"}}, "train.tensor_overlap is for built-in models"),
         ({"measures": {"loss": len}}, "give the measure another name"),
     ],
 )

@@ -368,7 +368,7 @@ def _post_call(
         handle.then(partial(communicator.faults.corrupt_result, call.fault, output))
     if async_op:
         calls_in_flight[handle] = communicator
-    if communicator.meanwhile is not None and call.site.endswith(".backward") and "rotate" not in call.operation:
+    if communicator.meanwhile is not None and call.site.endswith(".backward"):
         communicator.meanwhile()
     if not async_op:
         handle.wait()

@@ -10,9 +10,11 @@ Shapes: G ranks, B sequences of S tokens, s = S / G of them on a rank, X inputs 
 
 from __future__ import annotations
 
+import socket
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from meshwright.comm.collectives import rotate, run_fused
 from meshwright.comm.custom_operator import custom_operator
@@ -25,19 +27,24 @@ MIN_CAPABILITY = 8, 0
 
 def choose_product_overlap(setting: str, axis: Axis) -> str:
     """Return how products overlap with the collective calls over the tensor-parallel `axis`: "off", "chunks" or
-    "symmetric" (memory). Ranks with equal devices return the same.
+    "symmetric" (memory).
 
     setting: `train.tensor_overlap`. "off", "chunks": the result. "auto": off on a CPU, where nothing overlaps; on a GPU
-    symmetric memory, if all GPUs of the axis are on one node and read each other's memory, else chunks."""
+    symmetric memory, if all ranks of the run are on one node, whose GPUs read each other's memory, else chunks. On GPUs
+    "auto" is collective."""
     device = axis.communicator.device
     if setting != "auto" or device.type != "cuda":
         return "chunks" if setting == "chunks" else "off"
-    count, here = torch.cuda.device_count(), torch.cuda.current_device()
-    same_node = len({rank // count for rank in axis.ranks}) == 1
-    capable = torch.cuda.get_device_capability(here) >= MIN_CAPABILITY
-    peers = [rank % count for rank in axis.ranks if rank % count != here]
-    connected = capable and same_node and all(torch.cuda.can_device_access_peer(here, peer) for peer in peers)
-    return "symmetric" if connected and hasattr(torch.ops.symm_mem, "fused_all_gather_matmul") else "chunks"
+    here = torch.cuda.current_device()
+    peers = (device for device in range(torch.cuda.device_count()) if device != here)
+    able = hasattr(torch.ops.symm_mem, "fused_all_gather_matmul") and (
+        torch.cuda.get_device_capability(here) >= MIN_CAPABILITY
+        and all(torch.cuda.can_device_access_peer(here, peer) for peer in peers)
+    )
+    everyone: list[tuple[str, bool]] = [("", False)] * dist.get_world_size()
+    dist.all_gather_object(everyone, (socket.gethostname(), able))
+    one_node = len({host for host, _ in everyone}) == 1
+    return "symmetric" if one_node and all(each for _, each in everyone) else "chunks"
 
 
 def multiply_gathered(

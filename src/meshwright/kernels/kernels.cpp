@@ -270,7 +270,7 @@ static void execute(const Op& op, Run& run, long item) {
 // stream; then it takes what is left of the others'. Threads count their finished items when they find none left: who
 // counts the last item begins the next operation. Until then the operation stays the current one, so that a thread always
 // counts its items for the operation they belong to. A thread without a core delays the others only between taking an
-// item and counting it. Who waits prefetches the weights that it multiplies next. As many threads as CPUs are bound to
+// item and counting it. A waiting thread prefetches the weights that it multiplies next. As many threads as CPUs are bound to
 // one each: beside other processes the scheduler may leave two of them on one CPU for many milliseconds. The calling
 // thread is bound while it runs operations.
 struct Pool {

@@ -159,14 +159,13 @@ def linear(
     `taps`: dummy inputs whose gradients carry dy and x out of a compiled backward to the queue; None: a layer with a
     queue runs outside of compiled graphs. `overlap`: the products overlap with an all-gather of x or a reduce-scatter
     of the result, of which this function returns the rank's tokens; None: nothing is communicated. `ends_recompute`:
-    True for the last product of a block of which backward recomputes all, which then ends before this product."""
+    True for the last product of a block under full activation checkpointing: recomputation stops before it."""
     queued = queue is not None and torch.is_grad_enabled() and weight.requires_grad
     if overlap is None and not queued:
         return F.linear(x, weight, bias)
     if taps is not None and queued and torch.compiler.is_compiling():
         return _Linear.apply(x, weight, bias, None, overlap, None, *taps)
-    ends = ends_recompute and overlap is None
-    saved = _apply_uncompiled(_SaveOperands, x, weight).grad_fn if ends else None
+    saved = _apply_uncompiled(_SaveOperands, x, weight).grad_fn if ends_recompute else None
     return (_apply_uncompiled if queued else _apply_function)(_Linear, x, weight, bias, queue, overlap, saved)
 
 
@@ -301,7 +300,8 @@ def attach_taps(layers: Collection[LinearLayer], rows: tuple[int, ...]) -> Itera
         yield
     finally:
         for layer in layers:
-            layer.taps = None
+            if layer.taps is not None:  # otherwise a new attribute would cause another compilation
+                layer.taps = None
 
 
 def grouped_linear(x_NX: Tensor, layer: LinearLayer, ends_E: Tensor, first: int = 0) -> Tensor:

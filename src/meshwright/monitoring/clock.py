@@ -74,9 +74,11 @@ class StepClock:
         (_, begun, waited_before), (_, ended, waited_after) = self.marks[0], self.marks[-1]
         return ended - begun - (waited_after - waited_before)  # type: ignore[operator]
 
-    def compute_waiting_seconds(self) -> float:
-        """Return the seconds that this process waited in collective calls between `start()` and the last mark."""
-        return self.marks[-1][2] - self.marks[0][2]
+    def compute_waiting_seconds(self, marks: Marks | None = None) -> float:
+        """Return the seconds that this process waited in collective calls between `start()` and the last mark. marks:
+        as `seconds` takes them; None: the step that was started last."""
+        marks = marks or self.marks
+        return marks[-1][2] - marks[0][2]
 
     def _take_time(self) -> float | torch.cuda.Event:
         """Return the present time, which marks the end of a phase: seconds of the host clock, or on CUDA an event

@@ -118,6 +118,8 @@ class Journal:
                 self.log(line)
             if self.recipe.train.compile and done < self.recipe.train.steps:
                 self.log(f"compiling during step {done + 1}, which takes longer than the others (train.compile)")
+            if self.recipe.train.tensor_overlap != "off":
+                self.log(_describe_product_overlap(self.mesh))
             if self.recipe.train.cuda_graphs and self.device.type == "cpu":
                 self.log("train.cuda_graphs changes nothing on a CPU: it is for GPUs")
             self._queue_for_trackers(done + 1, {"predicted": prediction.to_json_dict()})
@@ -388,3 +390,11 @@ def _get_checkpoint_paths(checkpointer: Checkpointer) -> dict[str, str | None]:
     validation loss}, both known to `checkpointer`; None for a missing checkpoint."""
     newest, best = checkpointer.find_newest(), checkpointer.find_best()
     return {"checkpoint": str(newest.path) if newest else None, "best_checkpoint": str(best.path) if best else None}
+
+
+def _describe_product_overlap(mesh: Mesh) -> str:
+    """Return a line that says how tensor-parallel products overlap with their collective calls on this mesh."""
+    if mesh.tp.trivial or not mesh.layout.tensor_sequence_parallel:
+        return f'train.tensor_overlap changes nothing in layout "{mesh.layout}": it needs tp with sequence parallelism'
+    means = {"off": "not at all on a CPU", "chunks": "in chunks", "symmetric": "by symmetric memory"}
+    return f"products of tensor parallelism overlap {means[mesh.communicator.product_overlap]}"

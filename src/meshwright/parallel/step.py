@@ -13,6 +13,7 @@ from torch import nn
 from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Mesh
 from meshwright.model.documents import MicroBatch
+from meshwright.model.layers import ColumnParallelLinear
 from meshwright.model.pairs import Pairs, PreferenceLoss
 from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients, defer_weight_gradients
@@ -142,10 +143,13 @@ class ForwardBackward:
 
 def find_overlapped_weights(model: Transformer, mesh: Mesh) -> set[nn.Parameter]:
     """Return the weights whose gradients are computed while the next collective call of backward is in flight: on GPUs
-    those of the layers whose input gradients are communicated next, over tp or ep."""
+    those of the layers whose input gradients are communicated next, over tp or ep, unless that call overlaps with the
+    product of the input gradient itself."""
     names = (".experts.up.weight",) if mesh.tp.trivial else (".qkv.weight", ".up.weight")
     overlaps = mesh.device.type == "cuda" and not (mesh.tp.trivial and mesh.ep.trivial)
-    return {each for name, each in model.named_parameters() if overlaps and name.endswith(names)}
+    columns = (each for each in model.modules() if isinstance(each, ColumnParallelLinear))
+    busy = {each.weight for each in columns if each.find_overlap(gathers=True) is not None}
+    return {each for name, each in model.named_parameters() if overlaps and name.endswith(names)} - busy
 
 
 def count_targets(targets: Iterable[torch.Tensor], mesh: Mesh) -> TermCount:

@@ -36,6 +36,7 @@ _NOT_SEARCHED = {  # key, or start of keys -> why its best value cannot be found
     "train.compile": "it does not change the loss",
     "train.deterministic": "it does not change the loss",
     "train.cuda_graphs": "it does not change the loss",
+    "train.tensor_overlap": "it does not change the loss",
     "train.log_every": "it does not change the loss",
     "train.slow_rank_factor": "it does not change the loss",
     "train.profile": "it does not change the loss",

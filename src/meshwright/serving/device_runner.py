@@ -238,7 +238,8 @@ class DeviceRunner:
         elif attention.query_norm is not None:
             norms = attention.query_norm.weight, attention.key_norm.weight
         if rotated := config.layer_rotated_norm(layer):
-            norms, epsilon = (parts.new_full((config.head_dim,), rotated[0]),) * 2, rotated[1]
+            weight = parts.new_full((config.head_dim,), rotated[0], dtype=torch.float32)  # no rounding of the scale
+            norms, epsilon = (weight, weight), rotated[1]
         alone = isinstance(turn, Temperature)
         operations.rotate_and_store(parts, cache, tiles, rotation, norms, epsilon, alone)
         scores = Scores(config.score_scale, softcap or 0.0, attention.sinks, window, config.window_chunks)

@@ -103,9 +103,12 @@ class Lowering:
         self._model = Transformer(self.config, axes=axes, device="meta", stages=[self._stage])
         self._names = {id(module): name for name, module in self._model.named_modules()}
         self._rotations: dict[Rotation | Temperature | None, Any] = {None: (None, None)}
-        tables = make_position_tables(self.config, self._stage.layers, limits.max_length, torch.device("cpu"))
-        for turn, pair in tables.items():
-            self._rotations[turn] = tuple(self._memory.copy(each.numpy()) for each in pair)
+        self._rotations |= {  # nothing else refers to the tables, which are large for long contexts
+            turn: tuple(self._memory.copy(each.numpy()) for each in pair)
+            for turn, pair in make_position_tables(
+                self.config, self._stage.layers, limits.max_length, torch.device("cpu")
+            ).items()
+        }
         self.states = self._memory.get_buffer("states", self.config.hidden)
         self.logits: Float32 | None = None
         with reserve_pool([each for pair in self._caches for each in pair if limits.resident]):

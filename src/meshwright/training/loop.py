@@ -16,7 +16,7 @@ from meshwright.checkpoint.agreement import Agreement
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.record import count_sent_between
 from meshwright.data import PreparedData, prepare
-from meshwright.errors import CheckFailed, Terminated, UserError
+from meshwright.errors import CheckFailed, RankLost, Terminated, UserError
 from meshwright.launcher.rank_threads import format_thread_change
 from meshwright.launcher.stopping import StopRequest
 from meshwright.layout import Layout
@@ -141,6 +141,8 @@ class Run:
         begun = time.perf_counter()
         try:
             trainer.launch_step(stop=self.stop.requested, save_failed=self.checkpointer.failed() is not None)
+        except RankLost:
+            raise  # an earlier step may wait for that rank
         except Exception:
             with suppress(Exception):  # the failure of the launch is to be reported
                 for step in self._unfinished:
@@ -198,7 +200,7 @@ class Run:
                 validation=validation,
                 seconds=seconds,
                 seconds_by_part=trainer.clock.seconds(step.marks),
-                waiting_seconds=trainer.clock.compute_waiting_seconds(),
+                waiting_seconds=trainer.clock.compute_waiting_seconds(step.marks),
                 next_loss_scale=trainer.loss_scale.value if trainer.loss_scale.dynamic else None,
                 profiled=step.profiled,
             )

@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 JOURNAL = "journal.jsonl"
 _MAY_DIFFER = (  # keys that workers of one study may set differently: where a trial runs, what it reports, the budget
     "layout", "run.name", "run.directory", "run.rendezvous", "run.device", "run.threads", "run.collective_timeout",
-    "data.cache", "train.compile", "train.cuda_graphs", "train.log_every", "train.slow_rank_factor", "train.profile",
-    "train.profile_ranks", "collectives", "checkpoint", "track", "tune.trials", "tune.steps", "tune.tokens",
+    "data.cache", "train.compile", "train.cuda_graphs", "train.tensor_overlap", "train.log_every",
+    "train.slow_rank_factor", "train.profile", "train.profile_ranks", "collectives",
+    "checkpoint", "track", "tune.trials", "tune.steps", "tune.tokens",
     "tune.seconds", "tune.keep",
 )  # fmt: skip
 

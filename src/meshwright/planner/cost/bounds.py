@@ -2,10 +2,10 @@
 runs.
 
 Published runs are grouped into kinds: dense or mixture of experts, device architecture, fp8 or wider. For each kind
-`bounds.toml` has quantiles of measured / predicted seconds (every source has equal weight), halfway to all dense
-models' or mixtures', and the extremes of the kind's runs, beyond which the bounds widen. Steps that hardly wait for
-communication are predicted better, so their bounds are narrower. `bench/plan_accuracy.py` writes the file, and tests
-it by predicting the runs of every project from the runs of the others.
+`bounds.toml` has quantiles of measured / predicted seconds (every source has equal weight), as geometric means with
+those of all dense models or all mixtures, and the extremes of the kind's runs, beyond which the bounds widen. Steps
+that hardly wait for communication are predicted better, so their bounds are narrower. `bench/plan_accuracy.py` writes
+the file, and tests it by predicting the runs of every project from the runs of the others.
 
 The rates were fitted to most of these runs, so their quantiles are too narrow for others. One factor widens both, that
 of split conformal prediction from runs of sources to which no rate was fitted: if a new project is like theirs, 90 % of

@@ -48,8 +48,8 @@ class Engine:
         gradient_bytes: Bytes of an element of the gradients that are accumulated over micro-batches.
         reduced_bytes: Bytes of an element of gradients in reductions between ranks; None: `gradient_bytes`.
         saves: Activations that a layer saves for the backward: the list of memory/published.toml.
-        holds_gradients: True if ZeRO-2 and ZeRO-3 reduce gradients once a step only, so that each rank holds them whole
-            while micro-batches follow one another.
+        holds_gradients: True if ZeRO-2 and ZeRO-3 reduce gradients once a step only, so that each rank holds them
+            unsharded while micro-batches follow one another.
         state_bytes: Bytes of an element of optimizer states in 16-bit training; 2: also without float32 master weights.
         narrow_states: True if parameters and optimizer states are 16-bit, without float32 master weights, where
             gradients are 16-bit.
