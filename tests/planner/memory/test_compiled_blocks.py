@@ -16,8 +16,8 @@ from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients, defer_weight_gradients
 from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.planner.api import plan
-from meshwright.planner.cost.micro_batch import MicroBatch
-from meshwright.planner.memory.compiled_peaks import queued_bytes
+from meshwright.planner.cost.micro_batch import MicroBatch, layer_kind
+from meshwright.planner.memory.compiled_blocks import compiled_block
 from meshwright.planner.memory.saved import saved_activations
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
@@ -90,7 +90,9 @@ def test_saved_and_queued_tensors_of_split_backward_match_prediction(recompute: 
     operands = [each.untyped_storage() for product in queue._queues[0] for each in product.operands]
     held = {each.data_ptr(): each.nbytes() for each in operands}
     batch = MicroBatch.of(config, layout, rows, sequence, dtype=case.dtype)
-    assert sum(held.values()) == sum(queued_bytes(batch, layer) for layer in range(config.layers))
+    assert sum(held.values()) == sum(
+        compiled_block(batch, layer_kind(config, layer)).queued_bytes for layer in range(config.layers)
+    )
 
 
 @pytest.mark.exhaustive

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from meshwright.layout import Layout
-from meshwright.planner.cost.micro_batch import MicroBatch
+from meshwright.planner.cost.micro_batch import MicroBatch, layer_kind
 from meshwright.planner.memory import compiled_blocks
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT, CompiledBlock
 from meshwright.planner.memory.inductor import Buffer, Kernel, KernelMemory, simulate_allocations
@@ -84,8 +84,8 @@ def test_in_place_result_needs_no_memory() -> None:
 
 def backward(config: ModelConfig, dtype: str, rows: int, sequence: int, layout: str = "dp1") -> list[KernelMemory]:
     batch = MicroBatch.of(config, Layout.parse(layout), rows, sequence, dtype=dtype)
-    block = CompiledBlock(batch, 0)
-    kernels = block.backward
+    block = CompiledBlock(batch, layer_kind(config, 0))
+    kernels = block.backward_kernels
     stay = {made.name for kernel in kernels for made in kernel.makes if made.category == "gradients"}
     given = {name: block.bytes(name) for name in (*block.saved, INPUT, GRADIENT)}
     return simulate_allocations(kernels, given, {*stay, INPUT_GRADIENT})

@@ -61,8 +61,8 @@ def test_group_joins_conditions_of_its_items() -> None:
 
 
 def test_table_keeps_what_exists_and_turns_conditions_into_truth() -> None:
-    row = {"if": "a", "size": "2 x ? b", "other": "3 x ? c", "bias": "c", "list": ["one ? !a", "two"]}
-    assert select(row, {"a", "b"}, {}) == {"size": "2 x", "bias": False, "list": ["two"]}
+    row = {"if": "a", "size": "2 x ? b", "other": "3 x ? c", "repeat": "c", "list": ["one ? !a", "two"]}
+    assert select(row, {"a", "b"}, {}) == {"size": "2 x", "repeat": False, "list": ["two"]}
     assert select(row, {"b"}, {}) is None
 
 
@@ -87,14 +87,14 @@ def record_names(monkeypatch: pytest.MonkeyPatch) -> tuple[Names, Names]:
     dimensions, properties = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
     list_saved, list_temporaries = saved._listed, temporaries.Pass.snapshots
 
-    def record_saved(section: str, sizes: Dimensions, true: frozenset[str]) -> Any:
+    def record_saved(section: str, sizes: Dimensions) -> Any:
         dimensions[section].update(sizes, DIMENSIONS)
-        properties[section].update(true)
-        return list_saved(section, sizes, true)
+        properties[section].update(sizes.true)
+        return list_saved(section, sizes)
 
     def record_temporaries(each: temporaries.Pass, section: str) -> Any:
         dimensions[section].update(each.dimensions, DIMENSIONS)
-        properties[section].update(each.properties)
+        properties[section].update(each.dimensions.true)
         return list_temporaries(each, section)
 
     monkeypatch.setattr(saved, "_listed", record_saved)
@@ -181,10 +181,10 @@ def test_operators_name_dimensions_and_properties_that_exist() -> None:
     """A wrong name in a condition would only leave an operator, a tensor or a collective out."""
     table, words = read_packaged_toml("planner/cost/operators.toml"), re.compile(r"[a-z_]\w*")
     properties, sizes, kinds = {"keeps_gradient"}, {*DIMENSIONS, "arrived", "computed", "logits"}, set[str]()
-    properties |= list_property_names() | {"routed_adapter"}
+    properties |= list_property_names() | {"routed_adapter", "casts"}
     sizes |= {
         "adapted_rows", "adapted_outputs", "adapted_inputs", "products", "rank", "matrices", "low", "written",
-        "saved_rows", "held", "matrix_width",
+        "saved_rows", "held", "matrix_width", "linear_rows", "outputs", "inputs",
     }  # fmt: skip
     adapted = {
         operator.name for layer in ("llama-tiny", "qwen2-moe-tiny")

@@ -7,14 +7,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
-from meshwright.planner.cost.dimensions import Dimensions, list_properties
+from meshwright.planner.cost.dimensions import Dimensions
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, Adapted, LayerKind, MicroBatch, Number
 from meshwright.planner.cost.operators import (
     Operation,
     Operator,
-    Phase,
     SavedTensor,
-    elementwise_traffic,
+    elementwise_kernels,
+    sum_parameters,
 )
 from meshwright.planner.cost.tables import list_rows
 from meshwright.spec.adapter_config import BLOCK, RECORD_BYTES
@@ -38,8 +38,12 @@ def adapt_operators(
         shared = operator.name.startswith("mlp.shared")
         beside = arrives if operator.name == "mlp.router" else beside
         found = _freeze_operator(batch, operator, adapted, beside if shared else arrives)
-        if operator.name == "mlp.combine" and arrives and not beside:
-            found = found.replace(saved=_select_saved_by_combine(batch, found.saved))
+        if operator.name == "mlp.combine" and kind and arrives and not beside:
+            # Neither the router nor the experts' input gets a gradient.
+            order = [one for one in found.saved if one.name == "mlp.experts.order"]
+            routed = Dimensions(batch, kind)["routed"], batch.config.experts_per_token
+            weights = [] if batch.config.routed_input else [SavedTensor("mlp.router.weights", routed, "x")]
+            found = found.replace(saved=(*order, *weights))
         if operator.name == "mlp.router" and kind and any(one.layer == "mlp.shared.up" for one in kind.adapted):
             # The input that the shared expert's adapter reads.
             read = tuple(one for one in operator.saved if one.name == "mlp.input")
@@ -47,14 +51,6 @@ def adapt_operators(
         yield found if differentiable else found.replace(kept=())
         beside = beside or (shared and adapted is not None)
         arrives = arrives or adapted is not None
-
-
-def _select_saved_by_combine(batch: MicroBatch, saved: tuple[SavedTensor, ...]) -> tuple[SavedTensor, ...]:
-    """Return the tensors that the combine step (weighted sum of the experts' outputs) saves if neither the router nor
-    the experts' input gets a gradient. saved: tensors that it saves if both get gradients."""
-    order = (one for one in saved if one.name == "mlp.experts.order")
-    chosen = batch.routed_tokens, batch.config.experts_per_token
-    return (*order, *(() if batch.config.routed_input else (SavedTensor("mlp.router.weights", chosen, "x"),)))
 
 
 def _freeze_operator(batch: MicroBatch, operator: Operator, adapted: Adapted | None, input_gradient: bool) -> Operator:
@@ -79,7 +75,7 @@ def _freeze_operator(batch: MicroBatch, operator: Operator, adapted: Adapted | N
         if one.phase == "forward" or (input_gradient if "input" in one.sites[0][0] else leaves)
     ]
     found = operator.replace(
-        operations=tuple(operations), saved=tuple(saved), collectives=tuple(calls), parameters=0, expert_parameters=0
+        operations=tuple(operations), saved=tuple(saved), collectives=tuple(calls), parameters=(0, 0)
     )
     if product is None or product.shape is None:
         return found
@@ -97,11 +93,12 @@ def _unpack_kernels(batch: MicroBatch, product: Operation, input_gradient: bool)
     backward if `input_gradient` is True. product: the matrix product. input_gradient: True if the gradient of the
     product's input is computed."""
     assert batch.config.adapter and product.shape
-    _, outputs, inputs = product.shape
-    access = elementwise_traffic(f"unpacked_{batch.config.adapter.packed}").forward
-    phases: tuple[Phase, ...] = ("forward", "input") if input_gradient else ("forward",)
-    for phase in phases:
-        yield access.kernel(batch, f"{product.name}.unpack", phase, outputs * inputs)
+    row = {"name": f"{product.name}.unpack", "work": f"unpacked_{batch.config.adapter.packed}"}
+    sizes = {"elements": product.shape[1] * product.shape[2], "count": 1}
+    for forward in elementwise_kernels(batch, row | {name: name for name in sizes}, sizes):
+        yield forward
+        if input_gradient:
+            yield forward._replace(phase="input")
 
 
 def _add_adapter(
@@ -120,12 +117,11 @@ def _add_adapter(
         # Of routed experts the copies that this rank computes are saved, and each expert has its own norms.
         "saved_rows": operator.kept[0].shape[0] if routed else rows, "held": product.count if routed else 1,
     }  # fmt: skip
-    true = list_properties(batch, kind).union({"routed_adapter"} if routed else ())
-    prefix = f"{operator.name}.adapter"
-    found = [Operator(row, batch, Dimensions(batch, kind, sizes)) for row in list_rows("adapter", true, prefix, ())]
+    layer, prefix = Dimensions(batch, kind, sizes, {"routed_adapter": routed}), f"{operator.name}.adapter"
+    found = [Operator(row, batch, layer) for row in list_rows("adapter", layer.true, prefix, ())]
     for number, width in enumerate(widths):
         dimensions = Dimensions(batch, kind, sizes | {"matrix_width": width})
-        for row in list_rows("adapter_matrix", true, prefix, ()):
+        for row in list_rows("adapter_matrix", layer.true, prefix, ()):
             one = Operator(row, batch, dimensions)
             found.append(one.replace(kept=[each._replace(name=f"{each.name}.{number}") for each in one.kept]))
     operations = (one for each in found for one in each.operations)
@@ -135,7 +131,7 @@ def _add_adapter(
         operations=(*operator.operations, *added),
         saved=(*operator.saved, *(one for each in found for one in each.saved)),
         kept=(*operator.kept, *(one for each in found for one in each.kept)),
-        **{name: sum(getattr(each, name) for each in found) for name in ("parameters", "expert_parameters")},
+        parameters=sum_parameters(found),
     )
 
 

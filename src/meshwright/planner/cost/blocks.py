@@ -4,11 +4,11 @@ head with its loss; and the kernels of a pipeline stage, with those that recompu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from meshwright.planner.cost.adapters import adapt_operators
-from meshwright.planner.cost.dimensions import Dimensions, list_properties
+from meshwright.planner.cost.dimensions import Flags, layer_dimensions
 from meshwright.planner.cost.micro_batch import MicroBatch, Number, layer_kind
 from meshwright.planner.cost.operators import Operation, Operator
 from meshwright.planner.cost.tables import list_rows
@@ -40,8 +40,8 @@ def head_operators(batch: MicroBatch, keeps_gradient: bool) -> tuple[Operator, .
 
     keeps_gradient: True if the forward already computes and saves the gradients of the head's input and weight; False
     if the backward computes the logits a second time."""
-    flags = frozenset({"keeps_gradient"} if keeps_gradient else ())
-    return _cached(batch, ("encoder_head" if batch.config.encoder else "head", flags), flags)
+    key = "encoder_head" if batch.config.encoder else "head", keeps_gradient
+    return _cached(batch, key, {"keeps_gradient": keeps_gradient})
 
 
 def stage_operators(batch: MicroBatch, stage: Stage) -> list[Operator]:
@@ -53,13 +53,13 @@ def stage_operators(batch: MicroBatch, stage: Stage) -> list[Operator]:
 
 
 def _cached(
-    batch: MicroBatch, key: tuple[Any, ...], flags: Collection[str] = (), layer: int = 0, **adapted: Any
+    batch: MicroBatch, key: tuple[Any, ...], flags: Flags = None, layer: int = 0, **adapted: Any
 ) -> tuple[Operator, ...]:
     """Return the operators of one section of `operators.toml`, such as "layer", including an adapter's operators if the
     model has an adapter. Results are cached in `batch.operators`.
 
-    key: key of the cache entry; its first item is the section's name. flags: names of properties that hold in addition,
-    such as "keeps_gradient". layer: index of the layer. adapted: further arguments of `adapt_operators`."""
+    key: key of the cache entry; its first item is the section's name. flags: further properties, such as
+    "keeps_gradient". layer: index of the layer. adapted: further arguments of `adapt_operators`."""
     if key not in batch.operators:
         found = read_operators(batch, key[0], flags, layer)
         batch.operators[key] = tuple(
@@ -69,14 +69,13 @@ def _cached(
     return operators
 
 
-def read_operators(batch: MicroBatch, section: str, flags: Collection[str] = (), layer: int = 0) -> Iterator[Operator]:
+def read_operators(batch: MicroBatch, section: str, flags: Flags = None, layer: int = 0) -> Iterator[Operator]:
     """Yield the operators of one section (list of operators, such as "layer") of `operators.toml`, without adapters.
 
-    flags: names of properties (yes-or-no facts, such as "gated") that hold in addition to those of the layer;
-    conditions in the table test them. layer: index of the layer, which decides the sizes."""
-    kind = layer_kind(batch.config, layer)
-    dimensions = Dimensions(batch, kind, batch.load(layer)._asdict() if kind.mixed else {})
-    for row in list_rows(section, list_properties(batch, kind).union(flags), "", ()):
+    flags: {property: True if it holds} of yes-or-no facts beside those of the layer, which conditions in the table
+    test. layer: index of the layer, which decides the sizes."""
+    dimensions = layer_dimensions(batch, layer, flags=flags)
+    for row in list_rows(section, dimensions.true, "", ()):
         yield Operator(row, batch, dimensions)
 
 

@@ -4,9 +4,9 @@ process groups of layouts on a cluster, and the seconds of collectives in them."
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,13 +15,23 @@ from meshwright.planner.cost.blocks import head_operators, stage_operators
 from meshwright.planner.cost.cached import cached_method
 from meshwright.planner.cost.measured_rates import CostByLayout
 from meshwright.planner.cost.micro_batch import MicroBatch, Number
-from meshwright.planner.cost.operators import Collective, CollectiveCall, Operator
+from meshwright.planner.cost.operators import Collective, CollectiveCall, Operator, sum_parameters
 from meshwright.planner.cost.rates import Collectives, Cost, Group
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.program.durations import Floats
 from meshwright.spec.stages import Stage
 
 Array = np.ndarray[Any, np.dtype[Any]]
+
+
+Value = TypeVar("Value", bound=Hashable)
+
+
+def find_distinct(values: Iterable[Value]) -> tuple[list[Value], Array]:
+    """Return (the distinct values in order, index among them for each value)."""
+    numbers: dict[Value, int] = {}
+    index = [numbers.setdefault(value, len(numbers)) for value in values]
+    return list(numbers), np.array(index, dtype=np.int64)
 
 
 def timed_calls(operators: Iterable[Operator]) -> Iterator[CollectiveCall]:
@@ -114,12 +124,6 @@ def list_shared_operators(batch: MicroBatch) -> tuple[Operator, ...]:
     return tuple(one for one in head_operators(batch, True) if tied and one.name == "head")
 
 
-def sum_parameters(operators: Iterable[Operator]) -> tuple[Number, Number]:
-    """Return the numbers of (dense, expert-parallel) parameters of operators on this rank."""
-    of = [(one.parameters, one.expert_parameters) for one in operators]
-    return sum(each for each, _ in of), sum(each for _, each in of)
-
-
 class ProcessGroups:
     """Process groups of candidate layouts by axis, and the seconds of collectives in them as arrays [..., candidates].
 
@@ -134,10 +138,8 @@ class ProcessGroups:
     def groups(self, axis: str) -> tuple[list[Group], Array]:
         """Return (distinct process groups of an axis such as "data", for each candidate the index of its group
         [candidates])."""
-        numbers: dict[Group, int] = {}
-        of = [group_of(layout, axis, self.collectives.cluster) for layout in self.layouts]
-        index = np.array([numbers.setdefault(group, len(numbers)) for group in of], dtype=np.int64)
-        return list(numbers), index[self.which]
+        groups, index = find_distinct(group_of(layout, axis, self.collectives.cluster) for layout in self.layouts)
+        return groups, index[self.which]
 
     def _by_group(self, axis: str, get: Callable[[Group], float]) -> Floats:
         """Apply `get` to the process group that each candidate has on an axis such as "data"; return the results

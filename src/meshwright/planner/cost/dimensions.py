@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from operator import attrgetter
+from operator import attrgetter, eq, gt, ne
 from typing import Any
 
-from meshwright.planner.cost.micro_batch import ITEM_BYTES, LayerKind, MicroBatch, Number, at_least, at_most
-from meshwright.planner.cost.tables import compute_size, holds
+from meshwright.planner.cost.micro_batch import ITEM_BYTES, LayerKind, MicroBatch, Number, at_least, at_most, layer_kind
+from meshwright.planner.cost.tables import compute_size, holds, parse_factor
 from meshwright.spec.policy import ACCELERATOR_TILE
 from meshwright.spec.work import keys_per_token
 from meshwright.toml import read_packaged_toml
 
 _TABLE = read_packaged_toml("planner/cost/dimensions.toml")
+
+Sizes = Mapping[str, Number] | None
+Flags = Mapping[str, object] | None
 
 
 class Dimensions(dict[str, Number]):
@@ -21,14 +24,16 @@ class Dimensions(dict[str, Number]):
     dimension, such as "tokens", or a formula of dimensions, such as "2 tokens width" (a product). Each value is
     computed on first use.
 
-    more: values of further dimensions, such as `computed` and `arrived`, the token copies of a mixture (`Routed`)."""
+    more: values of further dimensions; flags: {property: True if it holds} of properties beside those of the layer.
+    Attribute `true`: names of all properties that hold, which conditions in the tables test."""
 
-    def __init__(self, batch: MicroBatch, kind: LayerKind, more: Mapping[str, Number] | None = None) -> None:
+    def __init__(self, batch: MicroBatch, kind: LayerKind, more: Sizes = None, flags: Flags = None) -> None:
         super().__init__(more or {})
         self.batch, self.kind, key = batch, kind, ("dimensions", kind)
+        self.true = list_properties(batch, kind).union(name for name, value in (flags or {}).items() if value)
         if key not in batch.operators:
-            batch.operators[key] = Dimensions(batch, kind) if more else self
-        self._shared: Dimensions = batch.operators[key]  # without `more`
+            batch.operators[key] = Dimensions(batch, kind) if more or flags else self
+        self._shared: Dimensions = batch.operators[key]  # without `more` and `flags`
 
     def __missing__(self, name: str) -> Number:
         """Compute the value of a dimension, or of a formula such as "2 tokens width". Raises `KeyError` for an unknown
@@ -38,20 +43,23 @@ class Dimensions(dict[str, Number]):
         elif self._shared is not self:
             found = self._shared[name]
         elif name in _SIZES:
-            true = list_properties(self.batch, self.kind)
-            found = compute_size(next(size for size, condition in _SIZES[name] if holds(condition, true)), self)
+            found = compute_size(next(size for size, condition in _SIZES[name] if holds(condition, self.true)), self)
+        elif name in _TABLE["fields"]:
+            found = attrgetter(_TABLE["fields"][name])(self.batch)
         else:
-            found = FORMULAS[name](self.batch, self.kind)
+            found = FORMULAS[name](self)
         self[name] = found
         return found
 
 
-def core_heads(batch: MicroBatch) -> tuple[Number, Number]:
-    """Return (query heads, key-value heads) that the attention kernel of one rank computes. Under Ulysses these are the
-    heads after the all-to-all."""
-    if not batch.ulysses:
-        return batch.heads, batch.kv_heads
-    return batch.heads // batch.cp, batch.kv_heads * batch.key_value_copies // batch.cp
+def layer_dimensions(batch: MicroBatch, layer: int, more: Sizes = None, flags: Flags = None) -> Dimensions:
+    """Return the dimensions of the layer with index `layer`, with the known numbers of token copies of its mixture of
+    experts (`MicroBatch.routed`). more, flags: as for `Dimensions`."""
+    kind, sizes = layer_kind(batch.config, layer), dict(more or {})
+    if layer in batch.routed:
+        routed = batch.routed[layer]
+        sizes |= routed._asdict() | {"most_copies": max(routed.computed, Dimensions(batch, kind)["copies"])}
+    return Dimensions(batch, kind, sizes, flags)
 
 
 def count_flash_lines(batch: MicroBatch, heads: Number, length: Number, documents: int) -> Number:
@@ -69,20 +77,12 @@ def _attended(batch: MicroBatch) -> int:
     return max(1, round(batch.sequence / batch.documents))
 
 
-def _seen(batch: MicroBatch, kind: LayerKind) -> float:
+def _compute_seen(sizes: Dimensions) -> float:
     """Return the mean number of keys for which the attention kernel computes the scores of a query. A decoder's kernel
     skips masked keys; an encoder's kernel computes all keys and applies a mask."""
-    config = batch.config
+    batch, config = sizes.batch, sizes.batch.config
     length = batch.sequence if config.encoder else _attended(batch)
-    return keys_per_token(length, kind.window, not config.encoder, config.window_chunks)
-
-
-def _core_value(batch: MicroBatch, kind: LayerKind) -> int:
-    """Return the number of features of a value vector in the attention kernel. The engine `meshwright` pads the values
-    of latent attention to the size of queries, except on a CPU without context parallelism."""
-    if batch.engine.name == "meshwright" and (batch.device == "cuda" or batch.ring or batch.ulysses):
-        return max(batch.config.head_dim, batch.config.value_dim)
-    return batch.config.value_dim
+    return keys_per_token(length, sizes.kind.window, not config.encoder, config.window_chunks)
 
 
 def keys_per_tile(sequence: int, tile: int, window: int | None) -> float:
@@ -97,35 +97,26 @@ def keys_per_tile(sequence: int, tile: int, window: int | None) -> float:
     return total / sequence
 
 
-def _tile_keys(batch: MicroBatch, kind: LayerKind) -> float:
+def _compute_tile_keys(sizes: Dimensions) -> float:
     """Return the mean number of keys for which attention written in plain torch on an accelerator computes the scores
     of a query: the keys to which any query of the same tile (block of queries) attends."""
-    seen = _attended(batch)
-    return keys_per_tile(seen, min(ACCELERATOR_TILE[0], seen), kind.window)
+    seen = _attended(sizes.batch)
+    return keys_per_tile(seen, min(ACCELERATOR_TILE[0], seen), sizes.kind.window)
 
 
-def _tiles(batch: MicroBatch, kind: LayerKind) -> Number:
+def _count_tiles(sizes: Dimensions) -> Number:
     """Return the number of tiles (blocks of queries) into which attention written in plain torch is split on an
     accelerator, summed over heads and sequences."""
-    scores = batch.all_tokens * batch.heads * _tile_keys(batch, kind)
-    return at_least(scores // ACCELERATOR_TILE[1], -(-batch.tokens // min(ACCELERATOR_TILE[0], _attended(batch))))
+    tiles_of_tokens = -(-sizes["tokens"] // min(ACCELERATOR_TILE[0], _attended(sizes.batch)))
+    return at_least(sizes["all_tokens heads tile_keys"] // ACCELERATOR_TILE[1], tiles_of_tokens)
 
 
-def _count_outputs(batch: MicroBatch, product: str) -> int:
+def _count_outputs(sizes: Dimensions, product: str) -> int:
     """Return the number of output features, on this rank, of one linear layer of latent attention. product: name of the
     linear layer, such as "qkv"."""
-    config = batch.config
+    config = sizes.batch.config
     assert config.latent is not None
-    return config.latent.products(config.hidden, batch.heads, config.head_dim)[product][0]
-
-
-Formula = Callable[[MicroBatch, LayerKind], Any]
-
-
-def _read_field(path: str) -> Formula:
-    """Return a formula that reads an attribute of the micro-batch. path: such as "config.hidden"."""
-    read = attrgetter(path)
-    return lambda batch, kind: read(batch)
+    return config.latent.products(config.hidden, sizes["heads"], config.head_dim)[product][0]
 
 
 _SIZES = {
@@ -134,38 +125,30 @@ _SIZES = {
 }
 """{dimension: [(size, condition)], of which the first that applies counts}."""
 
-FORMULAS: dict[str, Formula] = {
-    **{name: _read_field(owner + name) for owner, names in _TABLE["fields"].items() for name in names.split()},
-    **{name: _read_field(path) for name, path in _TABLE["renamed"].items()},
-    # Bytes of an element of what is sent to experts.
-    "sent": lambda batch, kind: 1 if batch.eight_bit and batch.engine.eight_bit_activations else batch.itemsize,
-    "core_heads": lambda batch, kind: core_heads(batch)[0],
-    "core_kv_heads": lambda batch, kind: core_heads(batch)[1],
-    "core_head": lambda batch, kind: max(batch.config.head_dim, batch.config.value_dim),
-    "core_value": _core_value,
+FORMULAS: dict[str, Callable[[Dimensions], Number]] = {
+    "kv_copies": lambda sizes: at_least(sizes["cp"] // sizes["kv_heads"], 1),  # ranks with a copy, under Ulysses
     # Buffers of a gather of tokens: more than one sequence is copied from the parts of the ranks.
-    "gather_copies": lambda batch, kind: at_most(batch.rows, 2),
-    "padded_lines": lambda batch, kind: -(-(batch.sequence if batch.ulysses else batch.tokens) // 32) * 32,
-    "flash_head": lambda batch, kind: -(-batch.config.head_dim // 32) * 32,
-    "flash_lines": lambda batch, kind: count_flash_lines(
-        batch, core_heads(batch)[0], batch.sequence,
-        batch.varlen_documents if "varlen" in list_properties(batch, kind) else 0,
+    "gather_copies": lambda sizes: at_most(sizes["rows"], 2),
+    "padded_lines": lambda sizes: -(-sizes["core_tokens"] // 32) * 32,
+    "flash_head": lambda sizes: -(-sizes["head_dim"] // 32) * 32,
+    "flash_lines": lambda sizes: count_flash_lines(
+        sizes.batch, sizes["core_heads"], sizes.batch.sequence,
+        sizes.batch.varlen_documents if "varlen" in sizes.true else 0,
     ),
-    "seen": _seen,
-    "piece": lambda batch, kind: batch.sequence / (2 * batch.cp) if batch.ring else batch.sequence,
-    "tile_keys": _tile_keys,
-    "tiles": _tiles,
-    "tile_lines": lambda batch, kind: batch.all_tokens * batch.heads / _tiles(batch, kind),
-    "tile_operands": lambda batch, kind: batch.all_tokens * (batch.heads + batch.kv_heads) * batch.config.head_dim
-    / _tiles(batch, kind),
-    "latent_qkv": lambda batch, kind: _count_outputs(batch, "qkv"),
-    "latent_up": lambda batch, kind: _count_outputs(batch, "latent_up"),
-    "per_expert": lambda batch, kind: batch.arriving / (batch.config.experts // batch.ep),  # copies, under equal load
-    "labels": lambda batch, kind: len(batch.config.labels),
+    "seen": _compute_seen,
+    "piece": lambda sizes: sizes["sequence"] / sizes["2 cp"] if sizes.batch.ring else sizes["sequence"],
+    "tile_keys": _compute_tile_keys,
+    "tiles": _count_tiles,
+    "tile_lines": lambda sizes: sizes["all_tokens heads"] / sizes["tiles"],
+    "tile_operands": lambda sizes: sizes["all_tokens heads head + all_tokens kv_heads head"] / sizes["tiles"],
+    "latent_qkv": lambda sizes: _count_outputs(sizes, "qkv"),
+    "latent_up": lambda sizes: _count_outputs(sizes, "latent_up"),
+    "per_expert": lambda sizes: sizes["arriving"] / sizes["experts_here"],  # copies, under equal load
+    "labels": lambda sizes: len(sizes.batch.config.labels),
 }  # fmt: skip
-"""{dimension: its value for a micro-batch and a kind of layer}."""
+"""{dimension: function that computes it from others}."""
 
-DIMENSIONS = frozenset({*FORMULAS, *_SIZES})
+DIMENSIONS = frozenset({*_TABLE["fields"], *_SIZES, *FORMULAS})
 """Names of all dimensions."""
 
 
@@ -188,34 +171,35 @@ def find_properties(batch: MicroBatch, kind: LayerKind) -> dict[str, bool]:
     that only the operators before the mixture are compiled. "summed": outputs are all-reduced or reduce-scattered over
     tp. "fits_flash": flash attention supports the element type (16 bits) and the head size (a multiple of 8, up to
     256)."""
-    config, layout, window, adapter = batch.config, batch.layout, kind.window, batch.config.adapter
+    config, window = batch.config, kind.window
     mixture = ("front" if batch.layout.expert_parallel else "mixture") if kind.mixed else "dense"
-    owners = {"batch": batch, "kind": kind}
-    paths = ((name, *path.split(".", 1)) for name, path in _TABLE["properties"].items())
     found = {
-        **{name: bool(attrgetter(path)(owners[owner])) for name, owner, path in paths},
-        "encoder" if config.encoder else mixture: True, layout.recompute: True, config.router: True, config.norm: True,
-        f"{config.head}_head": True, {"scores": "unfused", "tiled": "tiled"}.get(batch.kernel, "fused"): True,
-        "cuda": batch.device == "cuda", "meshwright": batch.engine.name == "meshwright",
-        "windowed": window is not None and window < batch.sequence, "softcap": config.attention_softcap is not None,
+        **{name: _test_attribute(text, {"batch": batch, "kind": kind}) for name, text in _TABLE["properties"].items()},
+        "encoder" if config.encoder else mixture: True, batch.layout.recompute: True, config.router: True,
+        config.norm: True, f"{config.head}_head": True,
+        "windowed": window is not None and window < batch.sequence, "padded_values": config.value_dim < config.head_dim,
         "fits_flash": batch.narrow and config.head_dim % 8 == 0 and config.head_dim <= 256,
-        "summed": layout.tp > 1, "sequence_parallel": layout.tensor_sequence_parallel,
-        "split_sequence": layout.cp > 1, "several_ep": layout.ep > 1, "several_etp": layout.etp > 1,
-        "scaled_residual": config.residual_scale != 1, "scaled_embedding": config.embedding_factor != 1,
-        "divided_logits": config.logit_divisor != 1, "relu": config.activation == "relu",
-        "latent_queries": config.latent is not None and config.latent.query_rank is not None,
-        "padded_values": config.value_dim < config.head_dim,
         "learned_positions": config.positions == "learned" and config.max_positions > 0,
-        "packed": bool(adapter and adapter.packed), "masked_adapter": bool(adapter and adapter.dropout),
-        "dora": bool(adapter and adapter.kind == "dora"),
         "adapted_experts": any(".experts." in one.layer for one in kind.adapted),
         **{f"adapted_{one.layer.replace('.', '_')}": True for one in kind.adapted},
-        "core_selective": batch.engine.selective == "core",
-        "overlaps_products": batch.engine.overlaps_tensor == "products",
     }  # fmt: skip
     for name, condition in _TABLE["conditions"].items():
         found[name] = holds(condition, {each for each, value in found.items() if value})
     return found
+
+
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {"==": eq, "!=": ne, ">": gt, "": lambda found, _: bool(found)}
+
+
+def _test_attribute(text: str, owners: Mapping[str, Any]) -> bool:
+    """Return True if an attribute is true, or compares with a word or number as `text` says, such as
+    "batch.config.norm == rmsnorm". The attributes of None are None. owners: {first name of the path: its object}."""
+    path, sign, value = f"{text}  ".split(" ", 2)
+    owner, *names = path.split(".")
+    found = owners[owner]
+    for name in names:
+        found = None if found is None else getattr(found, name)
+    return _COMPARISONS[sign](found, parse_factor(value.strip()))
 
 
 def element_types(dtype: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ import numpy as np
 from meshwright.layout import Layout
 from meshwright.planner.cost import blocks, communication
 from meshwright.planner.cost.micro_batch import DTYPES, ITEM_BYTES, MicroBatch, layer_examples, layer_kind, structure
-from meshwright.planner.cost.operators import CollectiveCall, Operation
+from meshwright.planner.cost.operators import CollectiveCall, Operation, Operator, Phase, sum_parameters
 from meshwright.planner.cost.rates import Collectives, Rates, attention_kernel
 from meshwright.planner.problem import Problem, StageCandidate
 from meshwright.program.durations import Floats
@@ -45,29 +45,24 @@ def group_by_structure(config: ModelConfig, candidates: Sequence[StageCandidate]
 
 
 def micro_batch_of(problem: Problem, candidates: Sequence[StageCandidate], **options: Any) -> MicroBatch:
-    """Return one `MicroBatch` for many candidate layouts at once: its sizes are arrays [candidates]. The same axes must
-    be larger than 1 in all layouts, and recompute must be the same. options: further fields of `MicroBatch`."""
+    """Return one `MicroBatch` for many candidate layouts at once, whose sizes are arrays [candidates], or for a single
+    one, whose sizes are numbers. The same axes must be larger than 1 in all layouts, and recompute must be the same.
+    options: further fields of `MicroBatch`."""
     layouts = [one.layout for one in candidates]
-    axes = {axis: np.array([getattr(layout, axis) for layout in layouts]) for axis in ("tp", "cp", "ep", "etp")}
-    sizes: dict[str, Any] = {"rows": np.array([one.rows for one in candidates]), "responses": int(problem.pairs)} | axes
-    return MicroBatch(
-        problem.config, layouts[0], sequence=problem.sequence, **_list_settings(problem), **(sizes | options)
-    )
+    columns = {axis: [getattr(layout, axis) for layout in layouts] for axis in ("tp", "cp", "ep", "etp")}
+    columns["rows"] = [one.rows for one in candidates]
+    fields: dict[str, Any] = {
+        **{name: np.array(each) if len(layouts) > 1 else each[0] for name, each in columns.items()},
+        "dtype": DTYPES[problem.precision], "engine": problem.engine, "documents": problem.documents,
+        "kernel": attention_kernel(problem.engine, problem.cluster, problem.config),
+        "eight_bit": problem.precision == "fp8", "responses": int(problem.pairs),
+    }  # fmt: skip
+    return MicroBatch(problem.config, layouts[0], sequence=problem.sequence, **(fields | options))
 
 
 def micro_batch_of_layout(problem: Problem, layout: Layout) -> MicroBatch:
-    """Return the micro-batch of a planning problem under one layout; its sizes are numbers."""
-    rows = problem.batch // (layout.dp * layout.micro_batches)
-    return MicroBatch.of(problem.config, layout, rows, problem.sequence, **_list_settings(problem))
-
-
-def _list_settings(problem: Problem) -> dict[str, Any]:
-    """Return the fields of `MicroBatch` that are equal for all layouts of a planning problem."""
-    return {
-        "dtype": DTYPES[problem.precision], "engine": problem.engine, "documents": problem.documents,
-        "kernel": attention_kernel(problem.engine, problem.cluster, problem.config),
-        "eight_bit": problem.precision == "fp8",
-    }  # fmt: skip
+    """Return the micro-batch of a planning problem under one layout."""
+    return micro_batch_of(problem, [StageCandidate(layout, problem.batch // (layout.dp * layout.micro_batches))])
 
 
 class LayerTimes:
@@ -115,11 +110,10 @@ class LayerTimes:
         sequence_parallel = np.array([layout.tensor_sequence_parallel for layout in layouts])
         self.cuts = np.where(sequence_parallel | self.problem.engine.scatters, self.tp, 1)
         """Parts into which ranks of tp cut the message to the next stage."""
-        numbers: dict[tuple[int, int, int, int], int] = {}
         sizes = [(layout.tp, layout.cp, layout.ep, layout.etp) for layout in layouts]
-        self.mesh = np.array([numbers.setdefault(each, len(numbers)) for each in sizes])
+        distinct, self.mesh = communication.find_distinct(sizes)
         """Index into `meshes`: layouts with different sizes of tp, cp, ep, etp."""
-        self.meshes = [layouts[sizes.index(each)] for each in numbers]
+        self.meshes = [layouts[sizes.index(each)] for each in distinct]
         for which in group_by_structure(problem.config, self.candidates):
             self._price(which)
         for each in (self.layer, self.first, self.last):
@@ -165,23 +159,21 @@ class LayerTimes:
         groups = communication.ProcessGroups(self.collectives, [self.meshes[number] for number in numbers], mesh)
         price, host = _TimeModel(batch, self.rates, groups), self.problem.engine.host_seconds
         for number, layer in enumerate(self.examples.values()):
-            calls = communication.timed_calls(blocks.layer_operators(batch, layer))
-            self.layer[number][..., indices] = price.seconds(blocks.layer_operations(batch, layer), calls, host)
-        operators = blocks.embedding_operators(batch)
-        self.first[..., indices] = price.seconds(blocks.list_kernels(operators), communication.timed_calls(operators))
+            operators, kernels = blocks.layer_operators(batch, layer), blocks.layer_operations(batch, layer)
+            self.layer[number][..., indices] = price.seconds(operators, kernels, host)
+        self.first[..., indices] = price.seconds(blocks.embedding_operators(batch))
         predicted = blocks.layer_operators(batch, batch.config.layers) if batch.config.prediction_layers else ()
         for kept in (False, True):
-            operators = blocks.head_operators(batch, kept or self.problem.engine.name != "meshwright")
-            calls = communication.timed_calls(operators)
-            self.last[int(kept)][..., indices] = price.seconds(blocks.list_kernels(operators), calls)
+            head = blocks.head_operators(batch, kept or self.problem.engine.name != "meshwright")
+            self.last[int(kept)][..., indices] = price.seconds(head)
             if predicted:
-                calls = communication.timed_calls([*operators, *predicted])
-                self.last[int(kept)][..., indices] += price.seconds(blocks.prediction_operations(batch, kept), calls)
+                kernels = blocks.prediction_operations(batch, kept)
+                self.last[int(kept)][..., indices] += price.seconds([*head, *predicted], kernels)
         listed = [blocks.layer_operators(batch, layer) for layer in self.examples.values()]
         listed += [blocks.embedding_operators(batch), blocks.head_operators(batch, True)]
         listed.append(communication.list_shared_operators(batch))
         for number, each in enumerate(listed):
-            for part, numel in enumerate(communication.sum_parameters(each)):
+            for part, numel in enumerate(sum_parameters(each)):
                 self.parameters[number, part, indices] = numel
 
 
@@ -193,17 +185,19 @@ class _TimeModel(NamedTuple):
     rates: Rates
     groups: communication.ProcessGroups
 
-    def seconds(self, operations: Iterable[Operation], calls: Iterable[CollectiveCall], host: float = 0.0) -> Floats:
+    def seconds(
+        self, operators: Sequence[Operator], kernels: Iterable[Operation] | None = None, host: float = 0.0
+    ) -> Floats:
         """Return the seconds of kernels, and the exposed seconds of collectives (not hidden by kernels): an array
         [phases, parts, candidates].
 
-        operations: kernels; calls: collectives; host: seconds in which the CPU launches one kernel or collective; 0:
-        the CPU is never the bottleneck."""
+        operators: operators whose collectives are counted; kernels: their kernels, None: without recomputation; host:
+        seconds in which the CPU launches one kernel or collective; 0: the CPU is never the bottleneck."""
         found = np.zeros((len(PHASES), len(MICRO_BATCH_PARTS), len(self.groups.which)))
         issued = np.zeros((len(PHASES), len(self.groups.which)))
         covers: dict[str, Any] = defaultdict(float)  # seconds of attention in each phase, and of weight gradients
         products: dict[str, Any] = defaultdict(float)
-        for one in operations:
+        for one in blocks.list_kernels(operators) if kernels is None else kernels:
             taken = self.rates.seconds(one, self.batch.kernel)
             found[_PHASE[one.phase], 0] += taken
             issued[_PHASE[one.phase]] += one.count
@@ -211,34 +205,32 @@ class _TimeModel(NamedTuple):
                 covers[one.phase] = covers[one.phase] + taken
             elif one.kind == "product":
                 products[one.phase] = products[one.phase] + taken
-        hidden: dict[tuple[str, str], Any] = defaultdict(float)
-        sliced: dict[tuple[str, str], Any] = defaultdict(float)
+        overlapped: dict[tuple[str, Phase, str], Any] = defaultdict(float)  # by cover, phase and part
         beside: dict[int, Any] = defaultdict(float)  # seconds of dispatch and combine in each phase
-        for call in calls:
+        for call in communication.timed_calls(operators):
             taken = call.count * self.groups.seconds(call.operation, call.axis, self.sent(call))
-            number, part = _PHASE[call.phase], call.part
+            number = _PHASE[call.phase]
             issued[number] += call.count
             if call.axis == "ep" and self.batch.engine.overlap_processors is not None:
                 beside[number] = beside[number] + taken
             elif call.overlaps is None:
-                found[number, _PART[part]] += taken
-            elif call.overlaps == "product":
-                sliced[call.phase, part] = sliced[call.phase, part] + taken
+                found[number, _PART[call.part]] += taken
             else:
-                key = "weight" if call.overlaps == "weight" else call.phase, part
-                hidden[key] = hidden[key] + taken
-        for (name, part), taken in sliced.items():
-            # In as many slices as ranks: the first that is gathered, or the last that is reduced, is exposed.
-            slices = self.batch.tp
-            exposed = np.maximum(taken / slices, taken - products[name] * (slices - 1) / slices)
-            found[_PHASE[name], _PART[part]] += exposed + self.groups.overlap_slowdown("tp") * (taken - exposed)
-        for (cover, part), taken in hidden.items():
-            # In a ring all but the last KV block's attention have a message beside them.
-            covered = covers[cover] * ((self.batch.cp - 1) / self.batch.cp if part == "context" else 1)
-            exposed = np.maximum(0.0, taken - covered)
-            name = "input" if cover == "weight" else cover
+                phase = "input" if call.overlaps == "weight" else call.phase
+                key = call.overlaps, phase, call.part
+                overlapped[key] = overlapped[key] + taken
+        for (cover, phase, part), taken in overlapped.items():
+            if cover == "product":
+                # In as many slices as ranks: the first that is gathered, or the last that is reduced, is exposed.
+                slices = self.batch.tp
+                exposed = np.maximum(taken / slices, taken - products[phase] * (slices - 1) / slices)
+            else:
+                # In a ring all but the last KV block's attention have a message beside them.
+                covered = covers["weight" if cover == "weight" else phase]
+                covered = covered * ((self.batch.cp - 1) / self.batch.cp if part == "context" else 1)
+                exposed = np.maximum(0.0, taken - covered)
             slowdown = self.groups.overlap_slowdown("cp" if part == "context" else "tp")
-            found[_PHASE[name], _PART[part]] += exposed + slowdown * (taken - exposed)
+            found[_PHASE[phase], _PART[part]] += exposed + slowdown * (taken - exposed)
         # Another micro-batch computes meanwhile, on the processors that are left.
         total, computing = sum(beside.values()), found[:, 0].sum(axis=0)
         for number, taken in beside.items():

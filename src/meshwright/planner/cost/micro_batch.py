@@ -219,26 +219,6 @@ class MicroBatch:
         return self.layout.cp > 1 and self.layout.cp_method == "ulysses"
 
     @cached_property
-    def routed_tokens(self) -> Number:
-        """Number of tokens that this rank routes to experts."""
-        return self.rows * (self.tokens // self.tp if self.layout.expert_parallel else self.tokens)
-
-    @cached_property
-    def copies(self) -> Number:
-        """Number of (token, expert) pairs that this rank routes."""
-        return self.routed_tokens * self.config.experts_per_token
-
-    @cached_property
-    def arriving(self) -> Number:
-        """Number of token copies that this rank's experts compute under equal load."""
-        return self.copies * (self.etp if self.layout.expert_parallel else 1)
-
-    @cached_property
-    def expert_width(self) -> Number:
-        """Number of hidden features of an expert's MLP on this rank."""
-        return self.config.expert_intermediate // (self.etp if self.layout.expert_parallel else self.tp)
-
-    @cached_property
     def vocabulary(self) -> Number:
         """Number of vocabulary entries of the embedding and the head on a tp rank, rounded up; the last ranks may have
         fewer."""
@@ -263,22 +243,10 @@ class MicroBatch:
         """Return the number of tokens of a chunk whose logits are in float32 at once. tokens: tokens of the chunk."""
         return tokens if self.device != "cpu" else min(tokens, max(1, SLICE_LOGITS // self.vocabulary))
 
-    def load(self, layer: int) -> Routed:
-        """Return the numbers of token copies that this rank receives and computes in the mixture of experts of layer
-        `layer`. They are taken from the field `routed`; for a layer that is not in it, equal load on all ranks is
-        assumed."""
-        return self.routed[layer] if layer in self.routed else Routed(self.copies, self.arriving)
-
-    @property
-    def key_value_copies(self) -> Number:
-        """Number of cp ranks that hold a copy of each key-value head after the all-to-all of Ulysses: more than 1 if
-        there are fewer heads than ranks."""
-        return at_least(self.cp // self.kv_heads, 1)
-
     @property
     def grouped(self) -> bool:
         """True if several query heads share a key-value head in the attention kernel."""
-        return bool(np.all(self.heads > self.kv_heads * self.key_value_copies))
+        return bool(np.all(self.heads > self.kv_heads * at_least(self.cp // self.kv_heads, 1)))
 
     @property
     def varlen_documents(self) -> int:

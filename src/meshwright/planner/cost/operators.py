@@ -7,7 +7,8 @@ times, memory, bytes on the wire and numbers of parameters are read from these l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
@@ -25,9 +26,11 @@ FLASH_BACKWARD = 2.5
 """Matrix products in a flash kernel's backward for each one in its forward: five to two, as the backward computes the
 scores again (Dao et al. 2022, arXiv:2205.14135, algorithm 4)."""
 
-
 WIDE = 4
 """Bytes of a float32 value."""
+
+Row = Mapping[str, Any]
+"""Row of a table of `operators.toml`."""
 
 
 class Operation(NamedTuple):
@@ -108,50 +111,6 @@ def in_eight_bits(name: str) -> bool:
     return name in ("attention.qkv", "attention.output") or name.endswith((".up", ".down", "_up"))
 
 
-class LinearShape(NamedTuple):
-    """Shape of a linear layer y = x Wᵀ on one rank. rows: number of tokens; outputs, inputs: features of y and x;
-    count: number of linear layers of this shape, such as experts; bias: True if y has a bias."""
-
-    rows: Number
-    outputs: Number
-    inputs: Number
-    count: Number = 1
-    bias: bool = False
-
-    @property
-    def parameters(self) -> Number:
-        """Number of parameters of all `count` layers."""
-        return self.count * self.outputs * (self.inputs + self.bias)
-
-
-def linear_kernels(batch: MicroBatch, name: str, shape: LinearShape) -> tuple[Operation, ...]:
-    """Return the kernels of a linear layer: the matrix products y = x Wᵀ, dx = dy W and dW = dyᵀ x, the accumulation of
-    dW, the bias gradient and fp8 casts. name: such as "mlp.up"; shape: sizes on this rank."""
-    rows, out, inner, count, bias = shape
-    size, engine = batch.itemsize, batch.engine
-    flops = 2.0 * rows * out * inner
-    moved = size * (rows * out + rows * inner + out * inner)
-    fused, sums = engine.accumulates == "fused", engine.gradient_bytes
-    into_sum = moved + out * inner * (2 * sums - size) if fused else moved
-    found = [
-        Operation(name, "product", "forward", flops, moved, (rows, out, inner), count),
-        Operation(name, "product", "input", flops, moved, (rows, inner, out), count),
-        Operation(name, "product", "weight", flops, into_sum, (out, inner, rows), count),
-    ]
-    if not fused:
-        added = (size + (2 * sums if engine.accumulates == "added" else sums)) * out * inner
-        found.append(Operation(f"{name}.sum", "elementwise", "weight", 0.0, added, None, count))
-    if bias:
-        found.append(Operation(f"{name}.bias", "elementwise", "input", 0.0, size * rows * out, None, count))
-    if batch.eight_bit and in_eight_bits(name):
-        # Transformer Engine, whose kernels the fused ones are, casts weights once a step: not counted.
-        weights = 0 if engine.fusion == "kernels" else out * inner
-        cast = elementwise_traffic("fp8_cast", engine.fusion).forward
-        found.append(cast.kernel(batch, f"{name}.cast", "forward", rows * inner + weights, count))
-        found.append(cast.kernel(batch, f"{name}.cast", "input", rows * out, count))
-    return tuple(found)
-
-
 class MemoryAccess(NamedTuple):
     """Memory accesses of an elementwise operation in one pass. kernels: number of kernels; narrow: values of the
     model's type that are read or written, per element; wide: the same number for float32 values."""
@@ -163,13 +122,6 @@ class MemoryAccess(NamedTuple):
     def bytes(self, itemsize: int) -> float:
         """Return the bytes read and written per element. itemsize: bytes of a value in the model's type."""
         return self.narrow * itemsize + self.wide * WIDE
-
-    def kernel(self, batch: MicroBatch, name: str, phase: Phase, elements: Number, count: Number = 1) -> Operation:
-        """Return the elementwise operation as one `Operation`, whose calls are its kernels. name, phase: fields of the
-        result; elements: number of elements; count: number of equal operations."""
-        kernels = max(self.kernels, 1.0)
-        moved = self.bytes(batch.itemsize) * elements / kernels
-        return Operation(name, "elementwise", phase, 0.0, moved, None, count * kernels)
 
 
 class Traffic(NamedTuple):
@@ -189,21 +141,23 @@ def elementwise_traffic(operation: str, fusion: Fusion = "eager") -> Traffic:
     return Traffic(MemoryAccess(*forward), MemoryAccess(*backward))
 
 
-def elementwise_kernels(
-    batch: MicroBatch, name: str, elements: Number, work: str, fusion: Fusion | None = None
-) -> tuple[Operation, ...]:
-    """Return the kernels of an elementwise operation, forward and backward. name: such as "mlp.activation"; elements:
-    number of elements; work: key of elementwise.toml, such as "gated_activation"; fusion: how kernels are fused; None:
-    as the engine fuses them."""
-    forward, backward = elementwise_traffic(work, fusion or batch.engine.fusion)
-    phases: tuple[tuple[Phase, MemoryAccess], ...] = (("forward", forward), ("input", backward))
-    return tuple(each.kernel(batch, name, phase, elements) for phase, each in phases if each.bytes(batch.itemsize))
+def elementwise_kernels(batch: MicroBatch, row: Row, dimensions: Mapping[str, Number]) -> Iterator[Operation]:
+    """Yield the kernels of an elementwise operation, forward and backward, or in the row's phase alone. row: its row of
+    [kernels] in `operators.toml`; dimensions: {name or formula of a size: value}."""
+    fusion = {"activation": batch.engine.activation_fusion, None: batch.engine.fusion}
+    named = row.get("fusion")
+    traffic = elementwise_traffic(row["work"], fusion.get(named, named))
+    elements, count = dimensions[row["elements"]], dimensions[row["count"]]
+    phases: tuple[tuple[Phase, MemoryAccess], ...] = (("forward", traffic.forward), ("input", traffic.backward))
+    for phase, access in phases:
+        moved = access.bytes(batch.itemsize) * elements
+        if access.narrow + access.wide and row.get("phase", phase) == phase:
+            kernels = max(access.kernels, 1.0)
+            yield Operation(row["name"], "elementwise", phase, 0.0, moved / kernels, None, count * kernels)
 
 
 PARTS = {"tp": "tensor", "cp": "context", "ring": "context", "ep": "expert", "etp": "expert"}
 """Part of the step time to which a collective over an axis counts, unless its row names another."""
-
-Row = Mapping[str, Any]
 
 
 class Operator:
@@ -218,8 +172,7 @@ class Operator:
         saved: Tensors that the forward saves for the backward without recompute.
         kept: Tensors that the forward saves under selective recompute.
         collectives: Collective calls.
-        parameters: Number of dense parameters on this rank.
-        expert_parameters: Number of expert-parallel parameters on this rank.
+        parameters: Numbers of (dense, expert-parallel) parameters on this rank.
     """
 
     def __init__(self, row: Row, batch: MicroBatch, dimensions: Mapping[str, Number]) -> None:
@@ -235,19 +188,17 @@ class Operator:
     @cached_property
     def operations(self) -> tuple[Operation, ...]:
         """Kernels in forward and backward, without recomputation."""
-        row, batch, sizes = self._row, self._batch, self._dimensions
-        found: list[Operation] = []
-        if self._linear is not None:
-            found += linear_kernels(batch, row["called"], self._linear)
-        if "work" in row:
-            fusion = batch.engine.activation_fusion if row.get("fusion") == "activation" else row.get("fusion")
-            for one in elementwise_kernels(batch, row["called"], sizes[row["elements"]], row["work"], fusion):
-                found.append(one._replace(count=one.count * sizes[row["count"]]) if "count" in row else one)
-        for each in row["kernels"]:
-            shape: Any = tuple(sizes[axis] for axis in each["shape"]) or None
-            flops, moved, count = sizes[each.get("flops", "0.0")], sizes[each["bytes"]], sizes[each.get("count", "1")]
-            found.append(Operation(each["name"], each["kind"], each["phase"], flops, moved, shape, count))
-        if row.get("repeat"):
+        sizes, found = self._dimensions, list[Operation]()
+        for row in self._row["kernels"]:
+            if "work" in row:
+                found += elementwise_kernels(self._batch, row, sizes)
+                continue
+            shape: Any = tuple([sizes[axis] for axis in row["shape"]]) or None
+            multiplies = row["kind"].endswith("product")
+            flops = math.prod(shape, start=2.0) if multiplies else sizes[row["flops"]]
+            moved, count = sizes[row["bytes"]], sizes[row["count"]]
+            found.append(Operation(row["name"], row["kind"], row["phase"], flops, moved, shape, count))
+        if self._row.get("repeat"):
             found.append(found[0]._replace(phase="recompute"))
         return tuple(found)
 
@@ -279,27 +230,13 @@ class Operator:
         return tuple(found)
 
     @cached_property
-    def parameters(self) -> Number:
-        """Number of dense parameters on this rank."""
-        return 0 if "owner" in self._row else self._numel
+    def parameters(self) -> tuple[Number, Number]:
+        """Numbers of (dense, expert-parallel) parameters on this rank."""
+        numel = sum(self._dimensions[size] for size in self._row["parameters"])
+        return (0, numel) if "owner" in self._row else (numel, 0)
 
-    @cached_property
-    def expert_parameters(self) -> Number:
-        """Number of expert-parallel parameters on this rank."""
-        return self._numel if "owner" in self._row else 0
 
-    @property
-    def _linear(self) -> LinearShape | None:
-        """Shape of the linear layer that the operator is; None if the operator is no linear layer."""
-        if "linear" not in self._row:
-            return None
-        sizes = [self._dimensions[size] for size in self._row["linear"]]
-        return LinearShape(*sizes)._replace(bias=self._row.get("bias", False))
-
-    @property
-    def _numel(self) -> Number:
-        """Number of the operator's parameters on this rank."""
-        linear = self._linear
-        if "parameters" in self._row or linear is None:
-            return sum(self._dimensions[size] for size in self._row.get("parameters", ()))
-        return linear.parameters
+def sum_parameters(operators: Iterable[Operator]) -> tuple[Number, Number]:
+    """Return the numbers of (dense, expert-parallel) parameters of operators on this rank."""
+    found = [operator.parameters for operator in operators]
+    return sum(dense for dense, _ in found), sum(experts for _, experts in found)

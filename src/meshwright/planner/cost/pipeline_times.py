@@ -12,7 +12,7 @@ from meshwright.layout import Layout
 from meshwright.planner.cost.adapters import frozen_bytes_per_trained
 from meshwright.planner.cost.bubbles import BusiestRank, closed_makespan, find_busiest_rank, stages_by_rank
 from meshwright.planner.cost.cached import cached_method
-from meshwright.planner.cost.communication import ZERO_CALLS, Array, ProcessGroups
+from meshwright.planner.cost.communication import ZERO_CALLS, Array, ProcessGroups, find_distinct
 from meshwright.planner.cost.engines import Engine
 from meshwright.planner.cost.layer_times import LayerTimes
 from meshwright.planner.cost.operators import Collective
@@ -112,25 +112,18 @@ class PipelineTimes:
         self.layer_times, self.index, self.count, self.ranks = layer_times, index, len(stages), len(places)
         self.micro, self.transfer = micro, transfer
         self.replicas = sum(map(len, places)) // len(stages)
-        numbers: dict[object, int] = {}
-        self.examples, self.which = list[Stage](), []
-        counts_of = layer_times.layer_counts(stages)
-        for stage, kinds in zip(stages, counts_of.tolist(), strict=True):
-            key = *kinds, stage.first, stage.last
-            if key not in numbers:
-                numbers[key] = len(numbers)
-                self.examples.append(stage)
-            self.which.append(numbers[key])
-        equal: dict[tuple[tuple[int, int], ...], list[int]] = {}
-        for rank, place in enumerate(places):
-            held = Counter(self.which[number] for number in place)
-            equal.setdefault(tuple(sorted(held.items())), []).append(rank)
-        self.members = list(equal.values())
+        kinds = [tuple(counts) for counts in layer_times.layer_counts(stages).tolist()]
+        _, which = find_distinct((of, one.first, one.last) for of, one in zip(kinds, stages, strict=True))
+        self.which = which.tolist()
+        self.examples = [stages[self.which.index(number)] for number in range(max(self.which) + 1)]
+        held = [Counter(self.which[number] for number in place) for place in places]
+        equal, of_place = find_distinct(frozenset(each.items()) for each in held)
+        self.members = [np.flatnonzero(of_place == number).tolist() for number in range(len(equal))]
         self.counts = np.array([len(each) for each in self.members], dtype=np.float64)
         self.of_rank = np.zeros((len(equal), len(self.examples)))
-        for number, stage_numbers in enumerate(equal):
-            for stage_number, times in stage_numbers:
-                self.of_rank[number, stage_number] = times
+        for number, members in enumerate(self.members):
+            for stage, times in held[members[0]].items():
+                self.of_rank[number, stage] = times
         self.of_kind = layer_times.layer_counts(self.examples).astype(np.float64)
         self.layers = self.of_kind.sum(axis=1)
         self.first, self.last = (np.array([getattr(one, end) for one in self.examples]) for end in ("first", "last"))
@@ -168,25 +161,45 @@ class PipelineTimes:
         after its forward; zero: ZeRO stage; groups: process groups."""
         found = self._unsharded(at_once).copy()
         layers = self.layers[:, None]
-        gather, scatter = self.zero_calls(zero, groups, self.dense / layers, self.expert / layers)
+        gather, scatter = self.zero_seconds(zero, groups, (self.dense / layers, self.expert / layers))
         forward, input_gradient, weight_gradient = np.moveaxis(add_parts(found), 1, 0)
         back, slowdown = input_gradient + weight_gradient, groups.gradient_slowdown(True)
         waits = exposed_zero_seconds(gather, scatter, layers, forward, back, slowdown)
         found[:, :2, -1] += np.stack(waits, axis=1)
         return found
 
-    def zero_calls(self, zero: int, groups: ProcessGroups, dense: Floats, expert: Floats) -> tuple[Floats, Floats]:
-        """Return the seconds of (all-gathers, reduce-scatters) in one micro-batch under ZeRO-2 and 3. zero: ZeRO stage;
-        groups: process groups; dense, expert: numbers of dense and of expert-parallel parameters [..., n]."""
-        times = self.layer_times
-        taken = {True: np.zeros(dense.shape), False: np.zeros(dense.shape)}
-        gathered = times.itemsize + frozen_bytes_per_trained(times.problem.config, times.dtype)
-        for numel, axes in zip((dense, expert), SHARES, strict=True):
+    def zero_seconds(
+        self, zero: int, groups: ProcessGroups, numbers: tuple[Floats, Floats], layers: Floats | None = None
+    ) -> tuple[Floats, Floats]:
+        """Return the seconds of data parallelism's (all-gathers of parameters, reductions of gradients) in one
+        micro-batch; with `layers`, of those that are made once a step.
+
+        zero: ZeRO stage; groups: process groups; numbers: numbers of (dense, expert-parallel) parameters [..., n];
+        layers: number of layers, each of which sends a message of its own unless the engine has a bucket size."""
+        times, repeats = self.layer_times, layers is None
+        taken: dict[bool, Floats] = {True: np.zeros((1, 1)), False: np.zeros((1, 1))}
+        frozen = frozen_bytes_per_trained(times.problem.config, times.dtype) if repeats else 0.0
+        for numel, shards, axes in zip(numbers, groups.shards, SHARES, strict=True):
             for call in ZERO_CALLS if numel.any() else ():
-                if call.repeats and zero in call.stages:
-                    size = numel * (gathered if call.of_parameters else times.gradient_bytes)
-                    taken[call.of_parameters] += groups.seconds(call.operation, axes[call.group], size)
+                if call.repeats != repeats or zero not in call.stages:
+                    continue
+                size = numel * (times.itemsize + frozen if call.of_parameters else times.gradient_bytes)
+                if call.of_shard:
+                    size = size / shards
+                axis, messages = axes[call.group], np.ones(())
+                if layers is not None:
+                    messages = self._count_messages(call.operation, groups.ranks(axis), size, layers)
+                seconds = messages * groups.seconds(call.operation, axis, size / messages)
+                taken[call.of_parameters] = taken[call.of_parameters] + seconds
         return taken[True], taken[False]
+
+    def _count_messages(self, operation: Collective, ranks: Floats, size: Floats, layers: Floats) -> Floats:
+        """Return the number of messages in which `size` bytes are sent once a step, at least one. operation: such as
+        "all-gather"; ranks: number of ranks that take part; layers: number of layers."""
+        engine = self.layer_times.problem.engine
+        least = layers if engine.bucket_bytes is None else np.ceil(size / engine.bucket_bytes)
+        turns = ranks if engine.broadcasts and operation == "all-gather" else 1.0
+        return np.asarray(np.maximum(turns, least), dtype=np.float64)
 
     def rank_seconds(self, at_once: bool, zero: int, groups: ProcessGroups) -> tuple[Floats, BusiestRank]:
         """Return (seconds of a micro-batch on each distinct rank, summed over its stages [r, phases, p, n]; times of
@@ -228,7 +241,7 @@ class PipelineTimes:
         each distinct rank: [r, n]. Communication overlaps the forward or backward of one micro-batch; under
         "interleaved", of one micro-batch for each pipeline rank. Arguments: see `once_seconds`."""
         engine, layers = self.layer_times.problem.engine, (self.of_rank @ self.layers)[:, None]
-        sums, gathers = self.gradient_calls(zero, groups)
+        gathers, sums = self.once_calls(zero, groups)
         if not engine.overlaps_data:
             return sums + gathers
         passes = np.minimum(self.ranks, self.micro) if interleaved else np.ones(())
@@ -239,28 +252,11 @@ class PipelineTimes:
         return waits + (exposed_seconds(gathers, forward, layers, slowdown) if engine.overlaps_gathers else gathers)
 
     @cached_method
-    def gradient_calls(self, zero: int, groups: ProcessGroups) -> tuple[Floats, Floats]:
-        """Return the seconds, once a step, of (gradient reductions, all-gathers of updated parameters) on each distinct
+    def once_calls(self, zero: int, groups: ProcessGroups) -> tuple[Floats, Floats]:
+        """Return the seconds, once a step, of (all-gathers of updated parameters, gradient reductions) on each distinct
         rank, each [r, n]; overlapped seconds are included. zero: ZeRO stage; groups: process groups."""
-        layer_times, engine = self.layer_times, self.layer_times.problem.engine
         layers = (self.of_rank @ self.layers)[:, None]
-        taken = {True: np.zeros((1, 1)), False: np.zeros((1, 1))}
-        numbers = (self.rank_dense, groups.shards[0]), (self.rank_expert, groups.shards[1])
-
-        def spend(operation: Collective, axis: str, size: Floats) -> Floats:
-            """Return the seconds of a collective in messages of the bucket size, or of one layer or rank each."""
-            least = layers if engine.bucket_bytes is None else np.ceil(size / engine.bucket_bytes)
-            turns = groups.ranks(axis) if engine.broadcasts and operation == "all-gather" else 1.0
-            buckets: Floats = np.maximum(turns, np.asarray(least, dtype=np.float64))
-            return buckets * groups.seconds(operation, axis, size / buckets)
-
-        for (numel, shards), axes in zip(numbers, SHARES, strict=True):
-            for call in ZERO_CALLS if numel.any() else ():
-                if not call.repeats and zero in call.stages:
-                    size = numel * (layer_times.itemsize if call.of_parameters else layer_times.gradient_bytes)
-                    seconds = spend(call.operation, axes[call.group], size / shards if call.of_shard else size)
-                    taken[call.of_parameters] = taken[call.of_parameters] + seconds
-        return taken[False], taken[True]
+        return self.zero_seconds(zero, groups, (self.rank_dense, self.rank_expert), layers)
 
     def optimizer_seconds(self, zero: int, groups: ProcessGroups) -> Floats:
         """Return the seconds of the optimizer step on the rank that updates the most parameters: [n]. zero: ZeRO stage;

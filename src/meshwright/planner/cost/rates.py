@@ -59,7 +59,6 @@ class Rates:
         wide_peak: Sustained peak FLOP/s in the precision; in fp8 training, in 16 bits.
         memory: Achieved memory bandwidth in bytes a second.
         architecture: Architecture of the device, such as "Hopper".
-        eight_bit: True if the rates are for fp8 training.
         measured: Rates measured by `meshwright probe`, which take precedence; None if not measured.
     """
 
@@ -69,7 +68,6 @@ class Rates:
     wide_peak: float
     memory: float
     architecture: str
-    eight_bit: bool = False
     measured: MeasuredRates | None = None
 
     @classmethod
@@ -92,7 +90,7 @@ class Rates:
             each * share_of_peak(device, name)
             for each, name in ((peak, precision), (wide_peak, wide), (single, "fp32"))
         )
-        return cls(product, wide_product, float32, wide_peak, memory, device.architecture, precision == "fp8", own)
+        return cls(product, wide_product, float32, wide_peak, memory, device.architecture, own)
 
     def seconds(self, operation: Operation, kernel: AttentionKernel = "flash-2") -> Number:
         """Return the seconds of all `count` calls of an operation: a number, or an array if its sizes are arrays.

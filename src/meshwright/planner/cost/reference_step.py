@@ -8,7 +8,7 @@ reference model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -100,17 +100,16 @@ def measured_step_factors(cluster: Cluster, precision: str, engine: Engine) -> F
     base = steps.get(("data", precision)) or next((each for (axis, _), each in steps.items() if axis == "data"), None)
     if base is None:
         return UNCORRECTED
-    compute, data = _sum_operations(cluster, Layout.parse(base.layout))
+    parts = _sum_operations(cluster, Layout.parse(base.layout))
     found = dict.fromkeys(MICRO_BATCH_PARTS, 1.0)
-    found["compute"] = _discard_noise((base.seconds - data) / compute["compute"])
+    found["compute"] = _discard_noise((base.seconds - parts["data"]) / parts["compute"])
     for (axis, other), each in steps.items():
         if axis == "data":
             continue
-        parts, data = _sum_operations(cluster, Layout.parse(each.layout))
         alike = steps.get(("data", other), base)
-        own, sums = _sum_operations(cluster, Layout.parse(alike.layout))
-        working = _discard_noise((alike.seconds - sums) / own["compute"]) * parts["compute"]
-        found[axis] = _discard_noise((each.seconds - working - data) / parts[axis])
+        parts, own = (_sum_operations(cluster, Layout.parse(step.layout)) for step in (each, alike))
+        working = _discard_noise((alike.seconds - own["data"]) / own["compute"]) * parts["compute"]
+        found[axis] = _discard_noise((each.seconds - working - parts["data"]) / parts[axis])
     if not any(axis == "context" for axis, _ in steps):
         found["context"] = found["tensor"]
     found["expert"] = found["tensor"]
@@ -128,9 +127,9 @@ def _discard_noise(factor: float) -> float:
     return factor if LEAST <= factor <= MOST else 1.0
 
 
-def _sum_operations(cluster: Cluster, layout: Layout) -> tuple[dict[str, float], float]:
-    """Predict one training step of the reference model as the sum of its operations, each timed alone. Return ({part of
-    the step: seconds}, seconds of its gradient reductions)."""
+def _sum_operations(cluster: Cluster, layout: Layout) -> Mapping[str, float]:
+    """Predict one training step of the reference model as the sum of its operations, each timed alone. Return {part of
+    the step: seconds}."""
     assert cluster.measured is not None
     model = reference_model(cluster.kind)
     # As it was measured: on all ranks of its hosts, and before any calibration.
@@ -138,5 +137,4 @@ def _sum_operations(cluster: Cluster, layout: Layout) -> tuple[dict[str, float],
         cluster, devices=layout.world_size, devices_per_node=min(cluster.measured.ranks, layout.world_size),
         calibration=None,
     )  # fmt: skip
-    parts = step_time(model.config, layout, then, model.sequence, batch_of(layout, model)).breakdown
-    return dict(parts), parts["data"]
+    return step_time(model.config, layout, then, model.sequence, batch_of(layout, model)).breakdown

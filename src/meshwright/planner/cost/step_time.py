@@ -174,12 +174,12 @@ class StepPredictor:
         """Return the seconds of a step during which a rank communicates for data parallelism, overlapped or not."""
         of, layout = self.pipeline(None), self.layout
         zero = of.communicated_zero(layout.zero)
-        sums, gathers = of.gradient_calls(zero, self.groups)
-        once = (sums + gathers)[:, 0]
+        gathers, sums = of.once_calls(zero, self.groups)
+        once = (gathers + sums)[:, 0]
         if zero < 2:
             return float(once.max())
         layers = (of.of_rank @ of.layers)[:, None]  # a call each, as in the exposed time: each has its latency
-        gather, scatter = of.zero_calls(zero, self.groups, of.rank_dense / layers, of.rank_expert / layers)
+        gather, scatter = of.zero_seconds(zero, self.groups, (of.rank_dense / layers, of.rank_expert / layers))
         return float((once + layout.micro_batches / of.replicas * (layers * (2 * gather + scatter))[:, 0]).max())
 
 

@@ -14,11 +14,16 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from meshwright.planner.cost.micro_batch import Number
-from meshwright.planner.cost.operators import Row, SavedTensor
+from meshwright.planner.cost.operators import Row, SavedTensor, in_eight_bits
 from meshwright.toml import read_packaged_toml
 
-CONDITIONS = ("again", "bias", "repeat")
+CONDITIONS = ("again", "repeat")
 """Keys whose values are conditions, and True or False once they are selected."""
+
+LINEAR = "linear_rows", "outputs", "inputs", "products"
+"""Names of the sizes of a linear layer and of the number of equal ones, in the rows of its kernels."""
+KERNEL_SIZES = {"flops": "0.0", "bytes": "0", "elements": "0", "count": "1"}
+"""Sizes in a row of [kernels], with the values of those that it leaves out."""
 
 
 class Item(NamedTuple):
@@ -92,12 +97,12 @@ def _parse_size(size: str) -> list[tuple[list[str | float], list[str]]]:
     found = []
     for term in size.replace("/ ", "/").split(" + "):
         words = term.split()
-        factors = [_parse_factor(word) for word in words if word[0] != "/"]
+        factors = [parse_factor(word) for word in words if word[0] != "/"]
         found.append((factors, [word[1:] for word in words if word[0] == "/"]))
     return found
 
 
-def _parse_factor(word: str) -> str | float:
+def parse_factor(word: str) -> str | float:
     """Return a factor of a formula: a number, or the name of a dimension unchanged."""
     if not re.fullmatch(r"-?\d+(\.\d+)?", word):
         return word
@@ -168,20 +173,25 @@ def _read_rows(section: str, true: frozenset[str], prefix: str, let: Let) -> lis
         return re.sub(r"\w+", lambda word: own.get(word[0], word[0]), text)
 
     for row in select(table[section], true, table["groups"]):
-        within, own = true.union(row.get("flags", ())), dict(let) | row.get("let", {})
+        own, within = dict(let) | row.get("let", {}), true.union(row.get("flags", ()))
         row |= {"name": name(row.get("name", "")), "let": tuple(own.items())}
-        row |= {key: size(row[key]) for key in ("elements", "count") if key in row}
         row |= {key: tuple(map(tensor, row.get(key, ()))) for key in ("saved", "kept")}
-        row |= {key: tuple(map(size, row[key])) for key in ("parameters",) if key in row}
-        row["called"] = name(row.get("called", [row["name"]])[0])
+        called = name(row.get("called", [row["name"]])[0])
+        kernels = [row | {"name": "{}"}] if "work" in row else []
+        if "kernels" in row:
+            kernels += select(table["kernels"][row["kernels"]], within, {})
         if "linear" in row:
-            row["linear"] = tuple(size(each.replace("*", " ")) for each in row["linear"].split())
-        kernels = select(table["kernels"][row["kernels"]], within, {}) if "kernels" in row else []
+            own |= zip(LINEAR, [*(size(each.replace("*", " ")) for each in row["linear"].split()), "1"], strict=False)
+            within |= {"casts"} if in_eight_bits(called) else set()
+            kernels = select(table["kernels"]["linear"], within, {}) + kernels
+            row["parameters"] = select(row.get("parameters", ["@linear_parameters"]), within, table["groups"])
+        row["parameters"] = tuple(map(size, row.get("parameters", ())))
         row["kernels"] = [
-            each | {key: size(each[key]) for key in ("flops", "bytes") if key in each}
-            | {"name": name(each.get("name", row["called"])), "shape": tuple(each.get("shape", "").split())}
-            for each in kernels
-        ]  # fmt: skip
+            each
+            | {key: size(each.get(key, default)) for key, default in KERNEL_SIZES.items()}
+            | {"name": name(each.get("name", "{}").format(called)), "shape": list(map(size, each["shape"].split()))}
+            for each in ({"shape": ""} | kernel for kernel in kernels)
+        ]
         row["calls"] = [
             each | {"sites": [(at.format(name(site)), size(sent)) for at, sent in map(parse_item, each["sites"])]}
             for kind, _, site in (text.partition(" ") for text in row.get("calls", ()))

@@ -71,12 +71,9 @@ class _StepTraffic(DataCalls):
     def count_calls(self) -> Counter[tuple[str, str]]:
         """Count all communication of the step; return {(call site, axis): bytes sent}."""
         self.count_data_call("data.targets", "data", "all-reduce", 1, 8)
-        passes = self.count_passes()
-        for stage, count in passes.items():
-            self.count_operators(self.stages[stage], count)
-        self.count_pipeline()
+        self.count_activations()
         units: Counter[str] = Counter()
-        for stage, count in passes.items():
+        for stage, count in self.count_passes().items():
             for unit in self.partition.needed_units(self.stages[stage]):
                 units[unit] += count
         for unit, count in units.items():
@@ -102,9 +99,7 @@ class _StepTraffic(DataCalls):
     def count_forward(self) -> Counter[tuple[str, str]]:
         """Count the communication of forward passes that have no backward: of a teacher, or of KTO's mismatched
         responses. Return {(call site, axis): bytes sent}."""
-        for stage, count in self.count_passes().items():
-            self.count_operators(self.stages[stage], count)
-        self.count_pipeline()
+        self.count_activations()
         self.count_gathers(forward_only=True)
         backward = ("gradients", "backward", "router")
         return Counter({call: sent for call, sent in self.sent.items() if not any(at in call[0] for at in backward)})
@@ -158,8 +153,11 @@ class _StepTraffic(DataCalls):
         else:
             self.count_call(site, axis, call.operation, ranks, size, times)
 
-    def count_pipeline(self) -> None:
-        """Count the bytes of activations and gradients that this rank sends to other pipeline stages."""
+    def count_activations(self) -> None:
+        """Count the bytes of the operators' collectives, and of activations and gradients that this rank sends to other
+        pipeline stages."""
+        for stage, count in self.count_passes().items():
+            self.count_operators(self.stages[stage], count)
         size = self.micro_batch.stream_bytes
         kinds = Counter(kind for kind, *_ in self.list_steps())
         self.sent["pipeline.activations", "pp"] += kinds[Kind.SEND_FORWARD] * size

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from meshwright.layout import Layout
 from meshwright.planner.cost.adapters import frozen_bytes_per_trained
+from meshwright.planner.cost.communication import find_distinct
 from meshwright.planner.cost.layer_times import group_by_structure, micro_batch_of
 from meshwright.planner.cost.micro_batch import DTYPES, LayerKind, MicroBatch, Number, layer_examples
-from meshwright.planner.memory import compiled_peaks
-from meshwright.planner.memory.compiled_blocks import can_predict_compiled
+from meshwright.planner.memory.compiled_blocks import can_predict_compiled, compiled_block
 from meshwright.planner.memory.published import StateBytes, keeps_gathered, loss_bytes, published_layer
 from meshwright.planner.memory.saved import saved_activations
+from meshwright.planner.memory.snapshot import count_bytes
 from meshwright.planner.memory.stage_snapshots import queued_bytes
 from meshwright.planner.memory.states import optimizer_kinds
 from meshwright.planner.problem import Problem, StageCandidate
@@ -47,8 +47,7 @@ class ActivationBytes:
         self.problem, self.kinds = problem, kinds
         self.ours = problem.engine.name == "meshwright"
         self.itemsize = 4 if DTYPES[problem.precision] == "float32" else 2
-        distinct: dict[Layout, int] = {}
-        which = np.array([distinct.setdefault(one.layout, len(distinct)) for one in candidates])
+        distinct, which = find_distinct(one.layout for one in candidates)
         layouts = [StageCandidate(layout, 1) for layout in distinct]
         rows = np.array([one.rows for one in candidates])
         one = np.zeros((2 * len(kinds) + 3, len(layouts)))
@@ -74,9 +73,6 @@ class ActivationBytes:
         batch = micro_batch_of(
             problem, layouts, device=problem.cluster.kind, masked=problem.documents > 1, rows=1, responses=0
         )
-        if len(layouts) == 1:
-            layout = layouts[0].layout
-            batch = replace(batch, tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp)
         stream = batch.tokens * problem.config.hidden * self.itemsize
         stream = stream / (batch.tp if batch.layout.tensor_sequence_parallel else 1)
         columns = self._ours(batch, stream) if self.ours else self._published(batch, stream)
@@ -102,24 +98,22 @@ class ActivationBytes:
 
         def saved(of: MicroBatch, stage: Stage) -> Number:
             """Return the bytes of the activations that a stage saves."""
-            return sum(each.bytes for each in saved_activations(of, stage, compiled=compiled))
+            return count_bytes(saved_activations(of, stage, compiled=compiled))
 
         empty = saved(batch, _NOTHING)
         layers, queued, most = [], [], np.zeros(())
-        examples = layer_examples(batch.config)
-        for kind in self.kinds:
-            layer = examples[kind]
+        for kind, layer in layer_examples(batch.config).items():
             stage = Stage(1, range(layer, layer + 1), first=False, last=False)
             mixed = batch.config.has_experts(layer)
             every = saved_activations(whole, stage, compiled=compiled)
-            unrecomputed = sum(each.bytes for each in every) - empty
+            unrecomputed = count_bytes(every) - empty
             if compiled and can_predict_compiled(batch):
                 own = saved(batch, stage) - empty + stream
-                temporaries = compiled_peaks.peak_temporaries(batch, layer) - 4 * stream
+                block = compiled_block(batch, kind)
+                temporaries = block.peak_temporaries - 4 * stream
                 if batch.layout.expert_parallel and mixed:  # its mixture is not compiled
                     temporaries = max(temporaries, unrecomputed + stream - own)
-                in_queue = queued_bytes(batch, every, layer) if mixed else None
-                queue = compiled_peaks.queued_bytes(batch, layer) if in_queue is None else in_queue
+                queue = queued_bytes(batch, every, layer) if mixed else block.queued_bytes
             else:
                 own = saved(batch, stage) - empty + (stream if recompute != "none" else 0)
                 queue = queued_bytes(batch, every, layer)
@@ -128,7 +122,7 @@ class ActivationBytes:
             queued.append(queue)
             most = np.maximum(most, temporaries)
         ends = saved_activations(batch, _LAST, compiled=compiled)
-        last = sum(each.bytes for each in ends if each.name != "head.weight.gradient") - empty
+        last = count_bytes(each for each in ends if each.name != "head.weight.gradient") - empty
         return [*layers, *queued, saved(batch, _FIRST), last, most + 4 * stream]
 
     def _loss(self, rows: int, tp: int, cp: int, gathered: bool) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from meshwright.planner.cost.micro_batch import MicroBatch, Starts
+from meshwright.planner.memory.snapshot import Allocation, count_bytes, workspace
 from meshwright.spec.policy import ACCELERATOR_TILE, TILE_QUERIES, TILE_SCORES
 
 LAST_TILES = 4
@@ -101,24 +102,14 @@ class Tile(NamedTuple):
     mask: int
 
 
-class TileBytes(NamedTuple):
-    """Temporary memory at the peak of tiled attention's backward, in bytes, without the gradients that it returns.
-
-    masks: masks of all tiles; tiles: scores and other tensors of the tile being computed; keys_and_values: copies of
-    keys and values, and sums of their gradients."""
-
-    masks: int
-    tiles: int
-    keys_and_values: int
-
-
 @lru_cache(maxsize=256)
-def backward_bytes(attention: TiledAttention) -> TileBytes:
-    """Return the temporary memory at the peak of tiled attention's backward, for the micro-batch in which it is
-    largest."""
+def backward_temporaries(attention: TiledAttention) -> list[Allocation]:
+    """Return the temporaries at the peak of tiled attention's backward, without the gradients that it returns, for the
+    micro-batch in which they are largest: masks of all tiles; tensors of the tile being computed; copies of keys and
+    values, and sums of their gradients."""
     starts, rows = attention.starts, attention.rows
     of_each = [starts[at : at + rows] for at in range(0, len(starts), rows)] if starts else [None]
-    return max((_BackwardReplay(attention._replace(starts=each)).run() for each in of_each), key=sum)
+    return max((_BackwardReplay(attention._replace(starts=each)).run() for each in of_each), key=count_bytes)
 
 
 def list_tiles(attention: TiledAttention, starts: Starts | None) -> list[Tile]:
@@ -161,8 +152,8 @@ class _BackwardReplay:
         self.now = self.names["triangle"]
         self.most, self.then = 0, dict(self.names)
 
-    def run(self) -> TileBytes:
-        """Replay all tiles; return the temporary bytes at the peak."""
+    def run(self) -> list[Allocation]:
+        """Replay all tiles; return the temporaries at the peak."""
         attention = self.attention
         heads = range(0, attention.kv_heads, attention.tiles.kv_heads)[:2]  # later groups add nothing to the peak
         for rows, tiles in self._row_groups():
@@ -173,7 +164,9 @@ class _BackwardReplay:
                 self._group(rows, min(attention.tiles.kv_heads, attention.kv_heads - head), last)
         of_keys = sum(self.then.get(name, 0) for name in ("k", "v", "wide k", "dk", "dv"))
         masks = self.then.get("masks", 0) + self.then.get("new masks", 0)
-        return TileBytes(masks, self.most - of_keys - masks, of_keys)
+        found = [workspace("tile masks", masks)] if masks else []
+        of_tiles = self.most - of_keys - masks
+        return [*found, workspace("attention tiles", of_tiles), workspace("tile keys and values", of_keys)]
 
     def _row_groups(self) -> Iterator[tuple[int, list[Tile]]]:
         """Yield (number of sequences, tiles of one sequence) for each group of sequences that are processed together.

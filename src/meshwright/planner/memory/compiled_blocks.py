@@ -1,26 +1,30 @@
-"""Transformer block compiled by torch.compile (inductor), on one rank: the activations that its forward saves, and the
+"""Transformer block compiled by torch.compile (inductor), on one rank: the activations that its forward saves, the
 kernels of its forward and backward with the buffers that they read and write, by the tables of
-`compiled_blocks.torch-*.toml`."""
+`compiled_blocks.torch-*.toml`, and the memory at the peaks of both."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property, lru_cache
 from importlib import metadata, resources
 from typing import Any, NamedTuple
 
-from meshwright.planner.cost.dimensions import Dimensions, element_bytes, list_properties
-from meshwright.planner.cost.micro_batch import MicroBatch, Number, layer_kind
+from meshwright.planner.cost.cached import cached_method
+from meshwright.planner.cost.dimensions import Dimensions, element_bytes, layer_dimensions
+from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number
 from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.cost.tables import Item, holds, parse_tensor, select, select_items
-from meshwright.planner.memory.inductor import Buffer, Kernel, find_peak
-from meshwright.planner.memory.snapshot import Allocation
-from meshwright.planner.memory.temporaries import ring_backward, tiled_backward
+from meshwright.planner.memory.inductor import Buffer, Kernel, KernelMemory, find_peak
+from meshwright.planner.memory.snapshot import Allocation, NamedSnapshot, activation, count_bytes, workspace
+from meshwright.planner.memory.temporaries import Pass, ring_backward, tiled_backward
 from meshwright.toml import read_packaged_toml
 
 GRADIENT, INPUT, INPUT_GRADIENT = "gradient of the output", "input", "gradient of the input"
+
+COLLECTED = "weight gradients"
+"""Snapshot at the end of a compiled backward, which returns all weight gradients of the block together."""
 
 _VERBS = ("use", "call", "tiles", "ring")
 _FILE = re.compile(r"compiled_blocks\.torch-(\d+)\.(\d+)\.toml")
@@ -109,11 +113,30 @@ def _select_kernels(name: str, true: frozenset[str]) -> list[_TableLine]:
 # --- a block
 
 
+class Backward(NamedTuple):
+    """State in which a compiled layer's backward runs.
+
+    arrived: names of gradients that another pipeline stage sent, which stay allocated until the backward ends; queues:
+    True if weight gradients are queued, so that the backward returns their operands (`model/weight_gradients.py`);
+    at_once: True if the queued weight gradients are computed right after the backward."""
+
+    arrived: frozenset[str] = frozenset()
+    queues: bool = False
+    at_once: bool = False
+
+
+@lru_cache(maxsize=64)
+def compiled_block(batch: MicroBatch, kind: LayerKind) -> CompiledBlock:
+    """Return the compiled layer of one kind, the same object for equal micro-batches. batch: sizes of the
+    micro-batch."""
+    return CompiledBlock(batch, kind)
+
+
 class CompiledBlock:
     """A transformer layer compiled by torch.compile on one rank, with its kernels and buffers. If its experts are
     expert-parallel, only the part before the mixture of experts is compiled, and is meant here.
 
-    batch: sizes of a micro-batch on the rank; layer: index of the layer. Buffers have names such as
+    batch: sizes of a micro-batch on the rank; kind: kind of the layer. Buffers have names such as
     "attention.qkv.output".
 
     Attributes:
@@ -124,10 +147,11 @@ class CompiledBlock:
             activations.
     """
 
-    def __init__(self, batch: MicroBatch, layer: int) -> None:
-        self.batch, self.kind, self.tables = batch, layer_kind(batch.config, layer), _read_tables()
-        self.recompute = batch.layout.recompute
-        self.dimensions, properties = Dimensions(batch, self.kind), list_properties(batch, self.kind)
+    def __init__(self, batch: MicroBatch, kind: LayerKind) -> None:
+        self.batch, self.kind, self.tables = batch, kind, _read_tables()
+        self.recomputes = batch.layout.recompute == "full"
+        self.dimensions = Dimensions(batch, kind)
+        properties = self.dimensions.true
         self.name = next(name for name in ("encoder", "front", "mixture", "dense") if name in properties)
         listed = self.tables["saved"]["encoder" if self.name == "encoder" else "decoder"]
         self.saved: list[str] = select(listed, properties, self.tables["groups"])
@@ -160,12 +184,8 @@ class CompiledBlock:
         """Names of the buffers that the forward returns."""
         return ("input of the sum", "mlp.input") if self.name == "front" else ("result",)
 
-    def forward(self) -> list[Kernel]:
-        """Return the kernels of the forward in order."""
-        return self._kernels(self.name)
-
     @cached_property
-    def backward(self) -> list[Kernel]:
+    def backward_kernels(self) -> list[Kernel]:
         """Kernels of the backward in order, recomputed kernels included. Inductor may order the kernels of a mixture of
         experts in several ways; the order with the lowest memory peak is returned."""
         orders = [""]
@@ -209,3 +229,101 @@ class CompiledBlock:
             yield from ring_backward(self.batch, self.kind)
         elif verb == "tiles" and "cuda_attention" not in self.true:
             yield from tiled_backward(self.batch, self.kind)
+
+    # --- memory peaks
+
+    @property
+    def saved_tensors(self) -> list[SavedTensor]:
+        """Activations that the forward saves in addition to its input; none under full recompute."""
+        return [] if self.recomputes else list(map(self.entry, self.saved))
+
+    @cached_property
+    def forward(self) -> KernelMemory:
+        """Memory at the peak of the forward, without its input; tensors that it saves are included."""
+        return find_peak(self._kernels(self.name), {}, {*self.saved, *self.results})
+
+    @cached_method
+    def backward(self, state: Backward) -> list[KernelMemory]:
+        """Return the memory at the peak and at the end (`COLLECTED`) of the backward; under full recompute, these are
+        preceded by the peak of the recomputed forward. state: how the backward runs."""
+        found, kernels, returned = list[KernelMemory](), self.backward_kernels, {INPUT_GRADIENT}
+        if state.queues:
+            kernels = [each for each in kernels if not each.name.startswith("weight gradient")]
+            returned |= {name for pair in self.operands.values() for name in pair}
+        else:
+            returned |= {made.name for kernel in kernels for made in kernel.makes if made.category == "gradients"}
+        saved = {name: self.bytes(name) for name in self.saved}
+        given = {name: self.bytes(name) for name in (INPUT, *self.gradients) if name not in state.arrived}
+        gradients = [activation(name, self.bytes(name)) for name in self.gradients]
+        recomputed = [activation(name, size) for name, size in saved.items()] if self.recomputes else []
+        if self.recomputes:
+            again = self.forward
+            found.append(KernelMemory("forward again", again.buffers, 0, (*again.inside, *gradients)))
+        peak = find_peak(kernels, given | saved, returned)
+        found.append(KernelMemory(peak.name, peak.buffers, peak.gone, (*peak.inside, *gradients, *recomputed)))
+        made = {each.name: each for kernel in kernels for each in kernel.makes if each.name in returned}
+        gone = 0 if self.recomputes else sum(size for name, size in saved.items() if name not in returned)
+        left = [each for each in recomputed if each.name in returned]
+        if GRADIENT in state.arrived or GRADIENT in returned:
+            left += gradients[:1]
+        if state.at_once and self.batch.narrow and self.batch.device != "cuda":  # else products add to the sums
+            left.append(workspace("weight gradient", self._weight_gradients()))
+        return [*found, KernelMemory(COLLECTED, made, gone + given.get(INPUT, 0), tuple(left))]
+
+    @property
+    def peak_temporaries(self) -> Number:
+        """Peak bytes of temporaries over forward and backward, without weight gradients, whose size does not depend on
+        the batch."""
+        return max(
+            held.bytes - count_bytes(each for each in held.buffers.values() if each.category == "gradients")
+            for held in (self.forward, *self.backward(Backward()))
+        )
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that queued weight gradients keep allocated: inputs and output gradients of the linear layers."""
+        return sum(self.bytes(name) for pair in self.operands.values() for name in pair)
+
+    @cached_property
+    def operands(self) -> dict[str, tuple[str, str]]:
+        """{linear layer, such as "mlp.up": (name of its input, name of the gradient of its output)}, the operands of
+        its queued weight gradient, in the order in which these are computed."""
+        gathers = "gathers" in self.true
+        return {
+            "mlp.down": ("mlp.down.input", "mlp.down.product.gradient" if gathers else GRADIENT),
+            "mlp.up": ("mlp.up.input", "mlp.up.output.gradient"),
+            "attention.output": (
+                "attention.output.input", "attention.output.product.gradient" if gathers else "gradient between",
+            ),
+            "attention.qkv": ("attention.qkv.input", "attention.qkv.output.gradient"),
+        }  # fmt: skip
+
+    def _weight_gradients(self) -> int:
+        """Return the peak bytes while queued weight gradients are computed one after another. Each frees its operands
+        when it is done."""
+        most = used = 0
+        for name, pair in self.operands.items():
+            most = max(most, self.bytes(f"weight gradient of {name.rpartition('.')[2]}") - used)
+            used += sum(self.bytes(each) for each in pair if each != GRADIENT)
+        return most
+
+
+def list_mixture_backward(
+    block: CompiledBlock, layer: int, saved: tuple[Sequence[Allocation], Sequence[Allocation]], state: Backward
+) -> Iterator[NamedSnapshot]:
+    """Yield (snapshot name, temporaries) for the backward of a layer that is compiled except for its expert-parallel
+    mixture.
+
+    block: the compiled part; layer: index of the layer; saved: its saved activations, as a pair (without recompute,
+    with the layout's recompute); state: how the backward runs."""
+    mlp = f"layers.{layer}.mlp"
+    whole, here = (count_bytes(each for each in of if each.name.startswith(f"{mlp}.")) for of in saved)
+    again = whole - here
+    front = [held.snapshot(f"layers.{layer}") for held in block.backward(state)]
+    if block.recomputes:
+        yield front.pop(0)
+        again += sum(map(block.bytes, block.saved))
+    for name, extras in Pass(layer_dimensions(block.batch, layer), saved[0], f"layers.{layer}.").snapshots("mixture"):
+        yield name, [activation("recomputed", again), *extras]
+    for name, extras in front:
+        yield name, [*extras, activation(f"{mlp}: freed", -here)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from meshwright.planner.cost.micro_batch import Number
-from meshwright.planner.memory.snapshot import Allocation
+from meshwright.planner.memory.snapshot import Allocation, NamedSnapshot, activation, count_bytes
 
 
 class Buffer(NamedTuple):
@@ -58,7 +58,14 @@ class KernelMemory:
     @property
     def bytes(self) -> Number:
         """Bytes allocated in addition to the graph's inputs; inputs that were freed count as negative bytes."""
-        return sum(each.bytes for each in self.buffers.values()) + sum(each.bytes for each in self.inside) - self.gone
+        return count_bytes(self.buffers.values()) + count_bytes(self.inside) - self.gone
+
+    def snapshot(self, unit: str) -> NamedSnapshot:
+        """Return the name and tensors of this memory snapshot. unit: prefix of the tensors' names, such as
+        "layers.3"."""
+        found = [Allocation(each.category, f"{unit}.{name}", bytes=each.bytes) for name, each in self.buffers.items()]
+        freed = [activation(f"{unit}: freed", -self.gone)] if self.gone else []
+        return f".{self.name}", [*found, *self.inside, *freed]
 
 
 def simulate_allocations(

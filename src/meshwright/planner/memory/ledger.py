@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
@@ -167,15 +167,6 @@ def shorten_repeating_schedule(layout: Layout) -> Layout:
     return layout.with_(micro_batches=enough)
 
 
-class _StepPeak(NamedTuple):
-    """Memory peak of one forward or backward of the schedule. snapshot: memory snapshot at the peak; bytes: its size;
-    leaves: gradient reductions in flight when the pass ends."""
-
-    snapshot: Snapshot
-    bytes: int
-    leaves: tuple[Reduction, ...]
-
-
 class _StepReplay:
     """Replay of a rank's training step, in the order of its pipeline schedule, that finds the memory peak. batch:
     micro-batch; rank: global rank; options: options of the function `ledger`."""
@@ -197,7 +188,7 @@ class _StepReplay:
         sums = element_types(batch.dtype)["wide"]
         self.states = list(list_states(self.flats, batch.dtype, sums, options.get("optimizer", "adamw")))
         self.stages: dict[tuple[int, bool], StageSnapshots] = {}
-        self._peaks: dict[tuple[object, ...], _StepPeak] = {}
+        self._peaks: dict[tuple[object, ...], tuple[Snapshot, tuple[Reduction, ...]]] = {}
         self.split = any(kind == _INPUT_GRADIENT for _, kind, *_ in self._steps())
         if self.split and any(map(config.has_experts, range(config.layers))):
             self.compiled = False  # what experts leave for later cuts a compiled block into pieces
@@ -261,21 +252,21 @@ class _StepReplay:
                 left[stage] -= 1
                 alive[kept] -= part.saved_bytes
             later, over = self.passes[stage] - left[stage] > 1, left[stage] == 0
-            highest = self._find_peak(part, kind, later, over, in_flight)
+            highest, in_flight = self._find_peak(part, kind, later, over, in_flight)
             assert min(alive.values(), default=0) >= 0, alive
-            yield sum(alive.values()) + highest.bytes, highest.snapshot, dict(alive)
+            yield sum(alive.values()) + highest.bytes, highest, dict(alive)
             if kind == _FORWARD:
                 alive[kept] += part.saved_bytes
             elif kind != _BACKWARD:
                 alive["activations", QUEUE, stage] += part.queue if kind == _INPUT_GRADIENT else -part.queue
-            in_flight = highest.leaves
             if stage < last if kind == _FORWARD else kind != _WEIGHT_GRADIENT and stage > 0:
                 alive[*_SENT, stage] += stream
 
     def _find_peak(
         self, snapshots: StageSnapshots, kind: int, later: bool, over: bool, before: tuple[Reduction, ...]
-    ) -> _StepPeak:
-        """Return the memory peak of one pass of a stage. snapshots: generator of the stage's memory snapshots; kind:
+    ) -> tuple[Snapshot, tuple[Reduction, ...]]:
+        """Return (memory snapshot at the peak of one pass of a stage, gradient reductions in flight when the pass
+        ends). snapshots: generator of the stage's memory snapshots; kind:
         forward, backward, input-gradient or weight-gradient pass; later: False for the stage's first backward of the
         step; over: True for its last backward; before: gradient reductions in flight when the pass begins."""
         key = snapshots, kind, later, over, before
@@ -296,7 +287,7 @@ class _StepReplay:
             else:
                 half = None if kind == _BACKWARD else kind == _WEIGHT_GRADIENT
                 leaves = (*before, *snapshots.started_reductions(state, half))[-REDUCTIONS_IN_FLIGHT:]
-            self._peaks[key] = _StepPeak(snapshot, snapshot.bytes, leaves)
+            self._peaks[key] = snapshot, leaves
         return self._peaks[key]
 
     def stage(self, index: int, at_once: bool) -> StageSnapshots:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.layout import Layout
-from meshwright.planner.cost.dimensions import Dimensions, list_properties
+from meshwright.planner.cost.dimensions import Dimensions
 from meshwright.planner.cost.engines import Engine
 from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number
 from meshwright.planner.cost.tables import select_items
@@ -28,17 +28,17 @@ def published_layer(batch: MicroBatch, mixture: bool = False) -> dict[str, Numbe
     """Return {operation: bytes} of the activations that one layer saves on one rank under the micro-batch's engine, as
     published (`Engine.saves`). mixture: True if the layer's MLP is a mixture of experts."""
     config, engine, recompute = batch.config, batch.engine, batch.layout.recompute
-    kind, latent = LayerKind(None, mixture, rotates=False), config.latent
+    latent = config.latent
     numbers = (latent.query_rank or 0) + latent.cached_dim if latent else 3 * config.heads * config.head_dim
     flags = {
         "alternate": engine.selective == "every second product" and recompute == "selective" and not mixture,
         "stores_scores": batch.kernel == "scores" and recompute == "none", "compiled": engine.fusion == "compiled",
         "gathered": keeps_gathered(batch.layout, batch.engine),
     }  # fmt: skip
-    true = list_properties(batch, kind) | {name for name, value in flags.items() if value}
+    kind = LayerKind(None, mixture, rotates=False)
+    dimensions = Dimensions(batch, kind, {"latent_numbers": numbers}, flags)
     table = read_packaged_toml("planner/memory/published.toml")
-    found = select_items(table[engine.saves], true, table["groups"])
-    dimensions = Dimensions(batch, kind, {"latent_numbers": numbers})
+    found = select_items(table[engine.saves], dimensions.true, table["groups"])
     return {item.name: dimensions[item.value] for item in found}
 
 

@@ -18,9 +18,10 @@ from meshwright.layout import Layout
 from meshwright.names import BIDIRECTIONAL_SCHEDULES, SCHEDULE_CHUNKS
 from meshwright.planner.cost.blocks import layer_operators
 from meshwright.planner.cost.bubbles import in_flight
-from meshwright.planner.cost.communication import count_parameters, group_of, sum_parameters
+from meshwright.planner.cost.communication import count_parameters, group_of
 from meshwright.planner.cost.layer_times import micro_batch_of_layout
 from meshwright.planner.cost.micro_batch import layer_examples
+from meshwright.planner.cost.operators import sum_parameters
 from meshwright.planner.cost.pipeline_times import communicated_zero_stage, place_stages
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.memory.activation_bytes import state_bytes_per_parameter

@@ -14,11 +14,11 @@ from functools import cache
 import numpy as np
 
 from meshwright.planner.cost.blocks import embedding_operators, head_operators, keeps_gradient, layer_operators
-from meshwright.planner.cost.dimensions import Dimensions, element_types, list_properties
+from meshwright.planner.cost.dimensions import Dimensions, element_types, layer_dimensions, list_properties
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, at_least, at_most, layer_kind
 from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.cost.tables import parse_tensor, select_items
-from meshwright.planner.memory import compiled_blocks, compiled_peaks
+from meshwright.planner.memory import compiled_blocks
 from meshwright.planner.memory.snapshot import Allocation
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.stages import Stage
@@ -107,7 +107,7 @@ def layer_tensors(batch: MicroBatch, layer: int, input_gradient: bool = True) ->
 def _compiled_layer(batch: MicroBatch, layer: int) -> Iterator[SavedTensor]:
     """Yield the tensors that a compiled layer saves in addition to its input. An expert-parallel mixture of experts is
     not compiled: its tensors are those of an eager layer."""
-    yield from compiled_peaks.saved_tensors(batch, layer)
+    yield from compiled_blocks.CompiledBlock(batch, layer_kind(batch.config, layer)).saved_tensors
     if not (batch.layout.expert_parallel and batch.config.has_experts(layer)):
         return
     if batch.layout.recompute == "selective":
@@ -123,10 +123,10 @@ def _select(section: str, properties: frozenset[str]) -> tuple[SavedTensor, ...]
     return tuple(map(parse_tensor, items))
 
 
-def _listed(section: str, dimensions: Dimensions, properties: frozenset[str]) -> Iterator[SavedTensor]:
-    """Yield the saved tensors of a list of `tensors.toml`. section: name of the list; dimensions: values of sizes;
-    properties: names of the properties that hold."""
-    return (tensor.compute(dimensions) for tensor in _select(section, properties))
+def _listed(section: str, dimensions: Dimensions) -> Iterator[SavedTensor]:
+    """Yield the saved tensors of a list of `tensors.toml`. section: name of the list; dimensions: values of sizes, with
+    the properties that hold."""
+    return (tensor.compute(dimensions) for tensor in _select(section, dimensions.true))
 
 
 def _shared_by_layers(batch: MicroBatch, stage: Stage) -> Iterator[SavedTensor]:
@@ -148,23 +148,21 @@ def _shared_by_layers(batch: MicroBatch, stage: Stage) -> Iterator[SavedTensor]:
     # The host reads the bounds of attention in tiles; an encoder's mask is one for all layers.
     for window in sorted(windows) if not (own_tiles or config.encoder) else ():
         kind = windows[window]
-        for each in _listed("window", Dimensions(batch, kind, bounds), list_properties(batch, kind)):
+        for each in _listed("window", Dimensions(batch, kind, bounds)):
             yield each._replace(name=f"{each.name}.{window or 'all'}")
-    true = {"tempered"} if any(kind.tempered for kind in kinds) else set()
-    true |= {"mixtures"} if any(kind.mixed for kind in kinds) else set()
+    flags = {"tempered": any(kind.tempered for kind in kinds), "mixtures": any(kind.mixed for kind in kinds)}
     example = layer_kind(config, 0)._replace(tempered=False)
-    yield from _listed("shared", Dimensions(batch, example), list_properties(batch, example) | true)
+    yield from _listed("shared", Dimensions(batch, example, flags=flags))
 
 
 def _head(batch: MicroBatch, stage: Stage, at_once: bool, tp_rank: int) -> Iterator[SavedTensor]:
     """Yield the tensors that the loss saves; for an encoder, also those of the transform, or of pooler and classifier,
     before the loss. at_once: True if the stage's backward directly follows its forward; tp_rank: rank along tp."""
-    config, kind = batch.config, layer_kind(batch.config, 0)
+    config = batch.config
     several = not isinstance(batch.predictions, np.ndarray) and len(batch.loss_chunks) > 1
     keeps = not batch.responses and not config.encoder and keeps_gradient(batch, len(stage.layers), at_once)
     # The last ranks along tp may have fewer rows of the head.
     rows = at_least(at_most(config.vocabulary - tp_rank * batch.vocabulary, batch.vocabulary), 0)
     flags = {"several_chunks": several, "keeps_gradient": keeps}
-    true = list_properties(batch, kind) | {name for name, value in flags.items() if value}
-    section = "encoder_head" if config.encoder else "loss"
-    yield from _listed(section, Dimensions(batch, kind, {"head_rows": rows}), true)
+    sizes = layer_dimensions(batch, 0, {"head_rows": rows}, flags)
+    yield from _listed("encoder_head" if config.encoder else "loss", sizes)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
 from meshwright.planner.cost.micro_batch import Number
 from meshwright.planner.memory.states import Flat
@@ -57,6 +58,19 @@ def message(name: str, size: int) -> Allocation:
     return Allocation("communication", name, bytes=size)
 
 
+class Sized(Protocol):
+    """Something with a size in bytes."""
+
+    @property
+    def bytes(self) -> Number:
+        """Size in bytes."""
+
+
+def count_bytes(tensors: Iterable[Sized]) -> Number:
+    """Return the total bytes of tensors or buffers."""
+    return sum(each.bytes for each in tensors)
+
+
 class Reduction(NamedTuple):
     """A gradient reduction in flight. flat: flat parameter buffer whose gradient is reduced; later: True for a
     micro-batch after the first, so that the result is added to an earlier sum."""
@@ -91,7 +105,7 @@ class Buffers(NamedTuple):
     tied: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Snapshot:
     """A memory snapshot of a pipeline stage: the tensors that are allocated at one point of a forward or backward.
 
@@ -109,10 +123,10 @@ class Snapshot:
     stage: int | None = None
     list_saved: Callable[[], list[Allocation]] = list
 
-    @property
+    @cached_property
     def bytes(self) -> Number:
         """Total bytes of the snapshot."""
-        return self.saved_bytes + sum(one.bytes for one in self.temporaries)
+        return self.saved_bytes + count_bytes(self.temporaries)
 
     def with_more(self, added: Sequence[Allocation]) -> Snapshot:
         """Return a copy of the snapshot with the tensors `added` in addition."""

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 
-from meshwright.planner.cost.dimensions import Dimensions
+from meshwright.planner.cost.dimensions import layer_dimensions
 from meshwright.planner.cost.micro_batch import MicroBatch, Number, layer_kind
-from meshwright.planner.memory import compiled_peaks, temporaries
-from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, can_predict_compiled
-from meshwright.planner.memory.compiled_peaks import COLLECTED, Backward
+from meshwright.planner.memory import temporaries
+from meshwright.planner.memory.compiled_blocks import (
+    COLLECTED,
+    GRADIENT,
+    INPUT,
+    Backward,
+    CompiledBlock,
+    can_predict_compiled,
+    compiled_block,
+    list_mixture_backward,
+)
 from meshwright.planner.memory.snapshot import (
     Allocation,
     BackwardState,
@@ -18,6 +27,7 @@ from meshwright.planner.memory.snapshot import (
     Reduction,
     Snapshot,
     activation,
+    count_bytes,
     gradient,
     message,
     workspace,
@@ -35,7 +45,7 @@ def queued_bytes(batch: MicroBatch, unrecomputed: Sequence[Allocation], layer: i
     """Return the bytes that a layer's queued weight gradients keep allocated: the inputs and the output gradients of
     its linear layers. unrecomputed: activations that the stage saves without recompute; attention: False to leave out
     attention's linear layers."""
-    sizes = Dimensions(batch, layer_kind(batch.config, layer))
+    sizes = layer_dimensions(batch, layer)
     names = ("qkv.input", "output.input", "up.input", "down.input") if attention else ("up.input", "down.input")
     found: Number = sizes["mlp_outputs x"] + (sizes["attention_outputs x"] if attention else 0)
     for each in unrecomputed:
@@ -63,7 +73,8 @@ class StageSnapshots:
         self.product_read = not batch.config.post_norms and (queues or down >= FUSED_ACCUMULATION_MIN_NUMEL)
         self._layer = {unit: int(unit.split(".")[1]) for unit in self.units if unit.startswith("layers.")}
         self._saved_of, self._whole_of = self._by_unit(saved), self._by_unit(unrecomputed)
-        self.saved_bytes = sum(each.bytes for each in saved)
+        self._saved_until = list(accumulate(map(count_bytes, self._saved_of.values())))
+        self.saved_bytes = self._saved_until[-1]
         self.stream = batch.stream_bytes
         self.both_ends = buffers.tied and stage.first and stage.last  # one matrix is embedding and head
         self.queue = sum(map(self._queue_of, self._layer)) if queues else 0
@@ -72,39 +83,33 @@ class StageSnapshots:
     def _by_unit(self, saved: Sequence[Allocation]) -> dict[str, list[Allocation]]:
         """Return {FSDP unit (layer, embedding or head): its saved activations}, in order. The key "" has the
         activations that belong to no unit, which are freed only at the end of the backward."""
-        found: dict[str, list[Allocation]] = {unit: [] for unit in (*self.units, "")}
+        found: dict[str, list[Allocation]] = {unit: [] for unit in ("", *self.units)}
         for each in saved:
             unit = "head" if each.name.startswith(OF_HEAD) else ".".join(each.name.split(".")[:2])
             found[unit if unit in found else ""].append(each)
         return found
 
-    def _saved_at(self, unit_index: int, backward: bool) -> list[Allocation]:
-        """Return the saved activations that are allocated during the forward of the unit with index `unit_index`.
-        backward: True for its backward instead."""
-        before = ("", *self.units[: unit_index + backward])
-        return [each for unit in before for each in self._saved_of[unit]]
+    def _list_saved(self, units: int) -> list[Allocation]:
+        """Return the saved activations of the first `units` units and those that belong to no unit."""
+        return [each for unit in ("", *self.units[:units]) for each in self._saved_of[unit]]
 
-    def _snapshot(
-        self, name: str, saved: int, tensors: Sequence[Allocation], unit_index: int, backward: bool
-    ) -> Snapshot:
-        """Return a memory snapshot during the forward of the unit with index `unit_index`, or during its backward if
-        `backward`. name: name of the snapshot; saved: bytes of saved activations; tensors: all other tensors."""
-        return Snapshot(name, saved, tuple(tensors), self.stage.index, partial(self._saved_at, unit_index, backward))
+    def _snapshot(self, name: str, units: int, tensors: Sequence[Allocation]) -> Snapshot:
+        """Return a memory snapshot. name: its name; units: number of the stage's first units whose saved activations
+        are allocated; tensors: all other tensors."""
+        listed = partial(self._list_saved, units)
+        return Snapshot(name, self._saved_until[units], tuple(tensors), self.stage.index, listed)
 
     def forward(self) -> Iterator[Snapshot]:
         """Yield the memory snapshots of the forward of one micro-batch."""
-        before = _count_bytes(self._saved_of[""])
         for place, unit in enumerate(self.units):
             found = [("", list(self._layer_forward(place)))]
             if unit == "head":
                 found = list(temporaries.loss_pass(self.batch, self.saved, self.compiled, False).snapshots("loss"))
             for what, extras in found:
                 tensors = *self._gathered(place, +1), *extras
-                yield self._snapshot(f"{unit}{what}: forward", before, tensors, place, False)
-            before += _count_bytes(self._saved_of[unit])
+                yield self._snapshot(f"{unit}{what}: forward", place, tensors)
         if not self.stage.last:
-            out = (message("output", self.stream),)
-            yield self._snapshot("end of forward", before, out, len(self.units), False)
+            yield self._snapshot("end of forward", len(self.units), [message("output", self.stream)])
 
     def _layer_forward(self, unit_index: int) -> Iterator[Allocation]:
         """Yield the temporaries during the forward of the unit with index `unit_index`, a layer or an embedding."""
@@ -112,24 +117,25 @@ class StageSnapshots:
         if unit not in self._layer:
             yield workspace(f"{unit} rows", at.all_tokens * at.config.hidden * at.itemsize)
         elif self._compiled(unit) and not self._expert_parallel(unit):
-            yield from compiled_peaks.forward_extras(at, self._layer[unit])
+            yield from self._block(unit).forward.snapshot(unit)[1]
         else:
             layer = self._layer[unit]
             # While a weight is unpacked, what follows it is not saved yet.
             following = sum(each.bytes for each in self._whole_of[unit] if ".mlp." in each.name)
             sizes: dict[str, Number] = {
-                "being_computed": max(map(_count_bytes, (self._whole_of[unit], self._saved_of[unit]))),
+                "being_computed": max(map(count_bytes, (self._whole_of[unit], self._saved_of[unit]))),
                 "unpacked": max(0, temporaries.count_unpacked_bytes(at, layer) - following),
                 "masks": temporaries.count_mask_bytes(at, layer),
             }
-            for _, extras in temporaries.Pass.of_layer(at, layer, **sizes).snapshots("layer_forward"):
+            computed = temporaries.Pass(layer_dimensions(at, layer, sizes), prefix=f"{unit}.")
+            for _, extras in computed.snapshots("layer_forward"):
                 yield from extras
 
     def backward(self, split: bool, state: BackwardState) -> Iterator[Snapshot]:
         """Yield the memory snapshots of one micro-batch's backward in order. split: True for a backward that computes
         only input gradients; state: state of the stage when the backward begins, such as gradient reductions in flight.
         """
-        config, left, frozen = self.batch.config, self.saved_bytes, self.batch.config.adapter is not None
+        config, frozen = self.batch.config, self.batch.config.adapter is not None
         matrix = self.batch.vocabulary * config.hidden * self.batch.itemsize
         queue = 0  # of a split backward: what weight gradients need
         for place in reversed(range(len(self.units))):
@@ -148,21 +154,20 @@ class StageSnapshots:
             if place < len(self.units) - 1 and not self.stage.last and not split:  # else the queue has it
                 around.append(message("gradient from the next stage", self.stream))
             for name, extras in self._unit_backward(place, split):
-                tensors = *around, *(opened if name == COLLECTED else []), *extras
-                yield self._snapshot(f"{unit}{name}: backward", left, tensors, place, True)
+                tensors = *around, *(opened if name == f".{COLLECTED}" else []), *extras
+                yield self._snapshot(f"{unit}{name}: backward", place + 1, tensors)
             if split and unit in self._layer:
                 queue += self._queue_of(unit)
-            left -= _count_bytes(self._saved_of[unit])
         if split:  # units without products are complete: until now their gradients were held beside the sums
             complete = (place for place, unit in enumerate(self.units) if unit not in self._layer)
             ends = [each for place in complete for each in self._unsharded_gradients(place)]
             waiting = activation("queue of weight gradients", queue)
-            yield self._snapshot("input gradients", left, (waiting, *ends, *self.in_flight(state.before)), -1, True)
+            yield self._snapshot("input gradients", 0, (waiting, *ends, *self.in_flight(state.before)))
 
     def weight_gradients(self, state: BackwardState) -> Iterator[Snapshot]:
         """Yield the memory snapshots of the pass that computes queued weight gradients. state: state of the stage when
         the pass begins."""
-        sizes = Dimensions(self.batch, layer_kind(self.batch.config, 0))
+        sizes = layer_dimensions(self.batch, 0)
         largest = max(sizes["qkv hidden x"], sizes["up hidden x"])
         extras = [] if self.fused else [workspace("weight gradient", largest)]
         around = [
@@ -182,20 +187,20 @@ class StageSnapshots:
                 return
             loss = temporaries.loss_pass(self.batch, self.saved, self.compiled, True)
             yield from loss.snapshots("loss_backward")
-            if "keeps_hidden" not in loss.properties:
+            if "keeps_hidden" not in loss.dimensions.true:
                 yield from loss.snapshots("loss")
         elif self._compiled(unit):
             ends = {GRADIENT: self.units[-1]} | ({} if self.stage.first else {INPUT: self.units[0]})
-            arrived, layer = frozenset(name for name, end in ends.items() if end == unit), self._layer[unit]
+            arrived = frozenset(name for name, end in ends.items() if end == unit)
             if self._expert_parallel(unit):
                 saved = self._whole_of[unit], self._saved_of[unit]
-                yield from compiled_peaks.mixture_backward_extras(self.batch, layer, saved, Backward(arrived))
+                yield from list_mixture_backward(self._block(unit), self._layer[unit], saved, Backward(arrived))
             else:
                 state = Backward(arrived, self.queues, self.queues and not split)
-                yield from compiled_peaks.backward_extras(self.batch, layer, state)
+                yield from (held.snapshot(unit) for held in self._block(unit).backward(state))
         elif unit in self._layer:
             again = self._bytes_beside_recomputed(unit)
-            again += _count_bytes(self._whole_of[unit]) - _count_bytes(self._saved_of[unit])
+            again += count_bytes(self._whole_of[unit]) - count_bytes(self._saved_of[unit])
             more = [activation("recomputed", again)] if again > 0 else []
             layer = self._layer[unit]
             alike = layer if layer in self.batch.routed else layer_kind(self.batch.config, layer)
@@ -224,11 +229,12 @@ class StageSnapshots:
         "layers.3"; split: True if only input gradients are computed."""
         at, config, number, saved = self.batch, self.batch.config, self._layer[unit], self._whole_of[unit]
         kind = layer_kind(config, number)
-        layer = temporaries.Pass.of_layer(at, number, saved, split=split, product_read=int(self.product_read))
+        sizes = {"split": int(split), "product_read": int(self.product_read)}
+        layer = temporaries.Pass(layer_dimensions(at, number, sizes, {"split": split}), saved, f"{unit}.")
         yield from layer.snapshots("mixture" if kind.mixed else "mlp")
         if config.adapter and (config.adapter.dropout or config.adapter.packed) and not kind.mixed:
-            sizes = temporaries.adapter_sizes(at, number, layer.dimensions)
-            yield from temporaries.Pass.of_layer(at, number, saved, split=split, **sizes).snapshots("adapted_mlp")
+            layer.dimensions.update(temporaries.adapter_sizes(at, number, layer.dimensions))
+            yield from layer.snapshots("adapted_mlp")
         yield from layer.snapshots("mlp_norm")
         around: list[Allocation] = []  # the MLP's tensors are freed by now, except operands of queued weight gradients
         if split:
@@ -243,12 +249,16 @@ class StageSnapshots:
         """Return the bytes that the queued weight gradients of a layer keep allocated. unit: its name, such as
         "layers.3"."""
         if self._compiled(unit):
-            return compiled_peaks.queued_bytes(self.batch, self._layer[unit])
+            return self._block(unit).queued_bytes
         return int(queued_bytes(self.batch, self._whole_of[unit], self._layer[unit]))
 
     def _compiled(self, unit: str) -> bool:
         """Return True if a unit such as "layers.3" is a compiled layer whose memory can be predicted."""
         return self.compiled and unit in self._layer and can_predict_compiled(self.batch)
+
+    def _block(self, unit: str) -> CompiledBlock:
+        """Return the compiled layer that a unit such as "layers.3" is."""
+        return compiled_block(self.batch, layer_kind(self.batch.config, self._layer[unit]))
 
     def _expert_parallel(self, unit: str) -> bool:
         """Return True if a unit such as "layers.3" is a layer whose experts are expert-parallel."""
@@ -322,8 +332,3 @@ class StageSnapshots:
         units = (self.units[place] for place in sorted(places, reverse=True))
         flats = (flat for unit in units for flat in self.buffers.flats.get(unit, ()))
         return [Reduction(flat, state.later) for flat in flats if flat.zero >= 2 or state.last]
-
-
-def _count_bytes(saved: Iterable[Allocation]) -> int:
-    """Return the total bytes of saved activations."""
-    return sum(each.bytes for each in saved)

@@ -9,17 +9,16 @@ sources.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.planner.cost.adapters import PACKED
 from meshwright.planner.cost.blocks import layer_operators
-from meshwright.planner.cost.dimensions import Dimensions, core_heads, count_flash_lines, list_properties
-from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number, layer_kind
+from meshwright.planner.cost.dimensions import Dimensions, count_flash_lines, layer_dimensions, list_properties
+from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number
 from meshwright.planner.cost.tables import holds, parse_item, select
-from meshwright.planner.memory.attention_tiles import TiledAttention, backward_bytes, choose_tiles
-from meshwright.planner.memory.snapshot import Allocation, NamedSnapshot, activation, message, workspace
+from meshwright.planner.memory.attention_tiles import TiledAttention, backward_temporaries, choose_tiles
+from meshwright.planner.memory.snapshot import Allocation, NamedSnapshot, activation, count_bytes
 from meshwright.spec.adapter_config import BLOCK
 from meshwright.spec.policy import UNPACKED_AT_ONCE
 from meshwright.toml import read_packaged_toml
@@ -37,41 +36,25 @@ def _rows(section: str, properties: frozenset[str]) -> list[dict[str, Any]]:
     return [{"freed": (), "held": (), **row, "tensors": list(map(parse_item, row["tensors"]))} for row in rows]
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """Sizes of a forward or backward pass through an FSDP unit, from which its memory snapshots are computed.
+class Pass(NamedTuple):
+    """A forward or backward pass through an FSDP unit, of which memory snapshots are computed.
 
     Attributes:
-        dimensions: {name or formula of a size in `tensors.toml`, such as "2 tokens hidden": value}.
-        properties: Names of the properties that hold, such as "gated"; conditions in `tensors.toml` test them.
+        dimensions: Sizes that `tensors.toml` names, such as "2 tokens hidden", with the properties that its conditions
+            test.
         saved: Saved activations of the unit, some of which snapshots count as freed or as already made.
         prefix: Beginning of the names of `saved`, such as "layers.3.", which `tensors.toml` leaves out.
     """
 
     dimensions: Dimensions
-    properties: frozenset[str]
     saved: Sequence[Allocation] = ()
     prefix: str = ""
-
-    @classmethod
-    def of_layer(
-        cls, batch: MicroBatch, layer: int, saved: Sequence[Allocation] = (), *, split: bool = False,
-        **dimensions: Number,
-    ) -> Pass:  # fmt: skip
-        """Return the sizes of a pass through the layer with index `layer`. saved: saved activations of the layer;
-        split: True if only input gradients are computed; dimensions: {name: value} of further dimensions."""
-        kind, computed = layer_kind(batch.config, layer), batch.load(layer).computed
-        copies = max(computed, batch.copies)
-        return cls(
-            Dimensions(batch, kind, {"split": int(split), "computed": computed, "most_copies": copies} | dimensions),
-            list_properties(batch, kind) | ({"split"} if split else set()), saved, f"layers.{layer}.",
-        )  # fmt: skip
 
     def snapshots(self, section: str) -> Iterator[NamedSnapshot]:
         """Yield (snapshot name, tensors) for each memory snapshot of a section of `tensors.toml` whose condition holds.
         The tensors are its temporaries and the saved activations made so far. One entry with negative bytes stands for
         all saved activations freed so far. section: such as "attention"."""
-        for row in _rows(section, self.properties):
+        for row in _rows(section, self.dimensions.true):
             freed, held = (tuple(self.prefix + name for name in row[key]) for key in ("freed", "held"))
             found = [activation(each.name, each.bytes) for each in self.saved if each.name.startswith(held)]
             if gone := sum(each.bytes for each in self.saved if freed and each.name.startswith(freed)):
@@ -89,60 +72,39 @@ class Pass:
 def attention_workspaces(batch: MicroBatch, kind: LayerKind) -> Iterator[Allocation]:
     """Yield the temporaries inside the backward of attention in plain torch, which is computed in tiles or as a ring.
     kind: kind of the layer."""
-    true = list_properties(batch, kind)
     if batch.ring:
         yield from ring_backward(batch, kind)
-    elif holds("capped | !cuda & !encoder", true):  # an encoder's kernel is PyTorch's own
+    elif holds("capped | !cuda & !encoder", list_properties(batch, kind)):  # an encoder's kernel is PyTorch's own
         yield from tiled_backward(batch, kind)
 
 
-def tiled_backward(batch: MicroBatch, kind: LayerKind) -> Iterator[Allocation]:
-    """Yield the temporaries of tiled attention's backward: masks, tiles, gradient sums of keys and values. kind: kind
+def tiled_backward(batch: MicroBatch, kind: LayerKind) -> list[Allocation]:
+    """Return the temporaries of tiled attention's backward: masks, tiles, gradient sums of keys and values. kind: kind
     of the layer."""
-    config, apart, (heads, kv_heads) = batch.config, batch.layout.cp > 1, core_heads(batch)
-    found = backward_bytes(
+    config, apart, sizes = batch.config, batch.layout.cp > 1, Dimensions(batch, kind)
+    kv_heads = sizes["core_kv_heads"]
+    return backward_temporaries(
         TiledAttention(
-            choose_tiles(batch, heads, kv_heads, batch.sequence), batch.rows, kv_heads, config.head_dim, batch.itemsize,
-            batch.wide, (kind.rotates or config.query_key_norm) and not apart, apart,
+            choose_tiles(batch, sizes["core_heads"], kv_heads, batch.sequence), batch.rows, kv_heads, config.head_dim,
+            batch.itemsize, batch.wide, (kind.rotates or config.query_key_norm) and not apart, apart,
             config.attention_softcap is not None, kind.window, batch.starts, batch.masked and batch.starts is None,
         )
     )  # fmt: skip
-    if found.masks:
-        yield workspace("tile masks", found.masks)
-    yield workspace("attention tiles", found.tiles)
-    yield workspace("tile keys and values", found.keys_and_values)
 
 
-def ring_backward(batch: MicroBatch, kind: LayerKind) -> Iterator[Allocation]:
-    """Yield the temporaries of ring attention's backward: gradient sums, KV blocks being sent and received, and the
-    tensors of a tile or of the kernel's results."""
-    heads, kv_heads, size, x, wide = batch.heads, batch.kv_heads, batch.config.head_dim, batch.itemsize, batch.wide
-    of_head, half = batch.rows * batch.tokens * size, batch.tokens // 2
-    yield workspace("result times its gradient", batch.rows * heads * batch.tokens * wide)
-    yield workspace("upcast gradient of queries", heads * of_head * wide)
-    yield message("upcast gradients of keys and values", 6 * kv_heads * of_head * wide)
-    passing = 2 * kv_heads * of_head * x * (1 + min(2, batch.cp - 1))
-    results = (heads + 2 * kv_heads) * of_head * x  # after the last ring step
-    # A call with half of the tokens, and with documents copies of what is concatenated.
-    if "flash" in list_properties(batch, kind):
-        copied = batch.masked and batch.rows > 1
-        lines = count_flash_lines(batch, heads, half, batch.ring_documents if batch.masked else 0)
-        inside = 4 * lines * (1 + -(-size // 32) * 32) + (2 * heads * of_head if kv_heads < heads else 0)
-        log_sums = batch.rows * heads * half * wide
-        work = results // 2 + inside + log_sums + copied * (3 * heads + 2 * kv_heads) * of_head // 2 * x
-    else:
-        cut = choose_tiles(batch, heads, kv_heads, half)
-        tile = 2 * wide if x == wide else 3 * wide + x  # a narrow product and its copy in the wide type
-        before = (2 * wide if x == wide else wide + x) if cut.before else 0
-        columns = size * x * (3 if before else 2) + wide
-        work = cut.lines * (half * (tile + before) + columns) + cut.queries**2 * wide
-        if x < wide:
-            work += cut.rows * cut.kv_heads * batch.tokens * size * wide
-    if passing + work >= results:
-        yield message("keys and values in transfer", passing)
-        yield workspace("attention tiles", work)
-    else:
-        yield activation("gradients of queries, keys and values", results)
+def ring_backward(batch: MicroBatch, kind: LayerKind) -> list[Allocation]:
+    """Return the temporaries at the peak of ring attention's backward: gradient sums, KV blocks being sent and
+    received, and the tensors of a tile or of the kernel's results. kind: kind of the layer."""
+    heads, kv_heads, half = batch.heads, batch.kv_heads, batch.tokens // 2
+    cut = choose_tiles(batch, heads, kv_heads, half)
+    sizes = {
+        "half": half, "blocks": 1 + min(2, batch.cp - 1), "before": int(cut.before > 0),
+        "ring_lines": count_flash_lines(batch, heads, half, batch.ring_documents if batch.masked else 0),
+        "cut_lines": cut.lines, "cut_queries": cut.queries, "cut_rows": cut.rows, "cut_kv_heads": cut.kv_heads,
+        "repeats": int(kv_heads < heads), "copies_halves": int(batch.masked and batch.rows > 1),
+    }  # fmt: skip
+    snapshots = Pass(Dimensions(batch, kind, sizes)).snapshots("ring")
+    return max((tensors for _, tensors in snapshots), key=count_bytes)
 
 
 # --- adapters
@@ -195,11 +157,6 @@ def loss_pass(batch: MicroBatch, saved: Sequence[Allocation], compiled: bool, ag
     longest, several = max(chunks, default=0), len(chunks) > 1
     adds = batch.narrow and batch.device == "cuda"  # products add to the float32 sum themselves
     kept = {each.name: each.bytes for each in saved}
-    every = {
-        "again": again, "several_chunks": several, "compiled_loss": compiled,
-        "keeps_hidden": "head.hidden.gradient" in kept, "keeps_weight": "head.weight.gradient" in kept,
-        "computes_weight": (again and config.adapter is None) or "head.weight.gradient" in kept,
-    }  # fmt: skip
     sizes: dict[str, Number] = {
         "longest": longest, "head_width": batch.vocabulary, "kept_weight": kept.get("head.weight.gradient", 0),
         "sliced": batch.loss_slice(longest),
@@ -207,8 +164,12 @@ def loss_pass(batch: MicroBatch, saved: Sequence[Allocation], compiled: bool, ag
         "summed_bytes": batch.wide if len(chunks) > 2 or adds else x,  # the sum of all but the last chunk
         "chunk_bytes": 0 if adds else several * x * (2 if batch.narrow else 1),
     }  # fmt: skip
-    found = Pass.of_layer(batch, 0, saved, **sizes)
-    return replace(found, properties=found.properties | {name for name, value in every.items() if value}, prefix="")
+    flags = {
+        "again": again, "several_chunks": several, "compiled_loss": compiled,
+        "keeps_hidden": "head.hidden.gradient" in kept, "keeps_weight": "head.weight.gradient" in kept,
+        "computes_weight": (again and config.adapter is None) or "head.weight.gradient" in kept,
+    }  # fmt: skip
+    return Pass(layer_dimensions(batch, 0, sizes, flags), saved)
 
 
 def embedding_pass(batch: MicroBatch, unit: str) -> Pass:
@@ -216,4 +177,4 @@ def embedding_pass(batch: MicroBatch, unit: str) -> Pass:
     "embedding", "positions" or "token_types"."""
     config = batch.config
     tables = {"positions": config.max_positions, "token_types": config.token_types}
-    return Pass.of_layer(batch, 0, table=tables.get(unit) or batch.vocabulary)
+    return Pass(layer_dimensions(batch, 0, {"table": tables.get(unit) or batch.vocabulary}))
