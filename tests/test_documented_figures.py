@@ -75,7 +75,7 @@ UNSEEN = {
         "fresh_2",
         "MI300X|OTel|Primus",
     ),
-    "YaFSDP and FSDP beside it, 7B to 34B on 64 to 256 A100, a sequence on each": ("fresh_2", "YaFSDP"),
+    "YaFSDP and FSDP, 7B to 34B on 64 to 256 A100, one sequence on each": ("fresh_2", "YaFSDP"),
     "Sheared LLaMA, 1.3B and 2.7B on 16 A100": ("fresh_2", "Shearing"),
     "Megatron-LLaMA, 13B on 32 to 512 A100": ("fresh_2", "Megatron-LLaMA"),
     "ms-swift, Megatron and DeepSpeed, 14B on 8 A800": ("fresh_2", "ms-swift"),

@@ -281,7 +281,7 @@ def launch_of_step_4_fails(run: loop.Run) -> None:
             raise OSError("the data cannot be read")
         return load(step)
 
-    run.trainer.task.load_step = failing  # type: ignore[method-assign]
+    mock.patch.object(run.trainer.task, "load_step", failing).start()
 
 
 def stop_in_step_4_early_updates(run: loop.Run) -> None:

@@ -52,7 +52,7 @@ def list_communicators(layout: Layout) -> dict[Communicator, list[str]]:
 
 def estimate_buffer_bytes(layout: Layout, devices_per_node: int) -> int:
     """Return the bytes that NCCL's buffers take on one rank, at most: every communicator has connected all of its
-    algorithms, and has buffers of its own (`ncclCommSplit` shares none by default). 0 for one rank.
+    algorithms, and shares no buffers with another (the default of `ncclCommSplit`). 0 for one rank.
 
     devices_per_node: GPUs of a node; messages to other nodes have fewer channels."""
     total = 0

@@ -3,7 +3,7 @@
 The tokens are multiplied in chunks, each the tokens of one rank, while other chunks are in flight between pairs of
 ranks: an all-gather begins with the rank's own chunk, a reduce-scatter ends with it. Bytes are those of the collective
 call. Where PyTorch's symmetric memory serves the ranks (`choose_product_overlap`), its fused operators do the same with
-copy engines. Custom operators, so that bytes are recorded and faults injected inside compiled blocks too.
+copy engines. Custom operators, so that bytes are recorded, and faults injected into chunks, inside compiled blocks too.
 
 Shapes: G ranks, B sequences of S tokens, s = S / G of them on a rank, X inputs and Y outputs of the product.
 """

@@ -82,11 +82,12 @@ class DeviceLayers:
         groups: (expert of each row, exclusive end of each expert's rows). first: first output column to which a bias is
         added."""
         experts = len(groups[1])
-        y_NY = self._operations.grouped_product(x_NX, layer.weight.unflatten(0, (experts, -1)), groups[1])
+        weight_EYX = layer.weight.unflatten(0, (experts, -1))
+        y_NY: torch.Tensor = self._operations.grouped_product(x_NX, weight_EYX, groups[1])
         if layer.bias is not None:
             bias_NZ = layer.bias.view(experts, -1)[groups[0]]
             y_NY[:, first : first + bias_NZ.shape[1]] += bias_NZ
-        return y_NY  # type: ignore[no-any-return]
+        return y_NY
 
     def activate(self, up_TF: torch.Tensor, activation: str, gated: bool) -> torch.Tensor:
         """Apply the activation function `activation` ("silu" ...) to `up_TF` [T, F] of T tokens. If `gated`, the first
@@ -109,10 +110,9 @@ class DeviceLayers:
         """
         bias = getattr(linear, "bias", None)
         if self._uses_gemv(x_TH) and isinstance(norm, modules.RMSNorm) and not (swiglu and bias is not None):
-            scale = norm.weight, norm.epsilon
-            return self._operations.gemv(  # type: ignore[no-any-return]
-                x_TH, linear.weight, bias, dtype, norm=scale, delta_1X=delta_TH, gated=swiglu
-            )
+            options = {"norm": (norm.weight, norm.epsilon), "delta_1X": delta_TH, "gated": swiglu}
+            both: tuple[torch.Tensor, torch.Tensor] = self._operations.gemv(x_TH, linear.weight, bias, dtype, **options)
+            return both
         y_TY = self._product(self.add_norm(norm, x_TH, delta_TH), linear.weight, bias, dtype)
         return self._operations.swiglu(y_TY) if swiglu else y_TY, x_TH
 

@@ -266,7 +266,7 @@ if __name__ == "__main__":
             super().__init__()
             self.now = self.peak = 2 * cublas * streams
             # A handle of each thread, the caller's and the one of autograd, has one on each stream
-            # (CublasHandlePool.cpp): a graph is captured on a stream of its own.
+            # (CublasHandlePool.cpp): a graph is captured on a separate stream.
             self.alive = {-1 - at: (cublas, f"cuBLAS, {at}") for at in range(2 * streams)}
             self.host_waits: list[str] = []
             self.highest: dict[int, tuple[int, str]] = {}

@@ -175,7 +175,7 @@ class PipelineTimes:
         micro-batch; with `layers`, of those that are made once a step.
 
         zero: ZeRO stage; groups: process groups; numbers: numbers of (dense, expert-parallel) parameters [..., n];
-        layers: number of layers, each of which sends a message of its own unless the engine has a bucket size."""
+        layers: number of layers, each of which sends a separate message unless the engine has a bucket size."""
         times, repeats = self.layer_times, layers is None
         taken: dict[bool, Floats] = {True: np.zeros((1, 1)), False: np.zeros((1, 1))}
         frozen = frozen_bytes_per_trained(times.problem.config, times.dtype) if repeats else 0.0
