@@ -32,11 +32,11 @@ class Overlap(NamedTuple):
     """Overlap of the products of a tensor-parallel linear layer with their collective calls (`comm/products.py`).
 
     `gathers`: True for a column-parallel layer, whose input is all-gathered; False for a row-parallel layer, whose
-    output is reduce-scattered. `keeps`: True if the gathered input is saved for backward, False if backward gathers it
-    again. `axis`: `Axis.key` of the tp ranks; `site`: label of the calls in traces."""
+    output is reduce-scattered. `saves_gathered`: True if the gathered input is saved for backward, False if backward
+    gathers it again. `axis`: `Axis.key` of the tp ranks; `site`: label of the calls in traces."""
 
     gathers: bool
-    keeps: bool
+    saves_gathered: bool
     axis: str
     site: str
 

@@ -220,7 +220,7 @@ class _Linear(torch.autograd.Function):
         overlap, dx = context.overlap, None
         if overlap is not None:
             dy, dx = _multiply_overlapped(dy, weight_YX, overlap, not overlap.gathers, overlap.site + ".backward")
-            if overlap.gathers and not overlap.keeps:
+            if overlap.gathers and not overlap.saves_gathered:
                 x = torch.ops.meshwright.gather_from(x, overlap.axis, overlap.site, 1)
         dy_NY = dy.flatten(0, -2)
         if overlap is None and needs_x:
@@ -244,9 +244,9 @@ def _multiply_overlapped(
     calls."""
     if not gathers:
         return x, torch.ops.meshwright.product_scatter(x, matrix, overlap.axis, site)
-    keeps = overlap.keeps or not overlap.gathers
-    y, gathered = torch.ops.meshwright.gather_product(x, matrix, overlap.axis, site, keeps)
-    return gathered if keeps else x, y
+    saves_gathered = overlap.saves_gathered or not overlap.gathers
+    y, gathered = torch.ops.meshwright.gather_product(x, matrix, overlap.axis, site, saves_gathered)
+    return gathered if saves_gathered else x, y
 
 
 class _MakeTaps(torch.autograd.Function):

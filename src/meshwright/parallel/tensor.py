@@ -40,12 +40,12 @@ class TensorParallel(TensorOperations):
     input.
 
     `sequence_parallel`: True if each rank holds only a slice of the tokens outside of column- and row-parallel
-    products. `keeps_gathered`: True if products that overlap with an all-gather save the gathered input for backward;
+    products. `saves_gathered`: True if products that overlap with an all-gather save the gathered input for backward;
     False if backward gathers it again, as selective activation checkpointing does."""
 
-    def __init__(self, axis: Axis, sequence_parallel: bool, keeps_gathered: bool = True) -> None:
+    def __init__(self, axis: Axis, sequence_parallel: bool, saves_gathered: bool = True) -> None:
         self.axis = axis
-        self.keeps_gathered = keeps_gathered
+        self.saves_gathered = saves_gathered
         self.sequence_parallel = sequence_parallel
         self.size = axis.size
         self.rank = axis.rank
@@ -72,7 +72,7 @@ class TensorParallel(TensorOperations):
         without sequence parallelism, or if the run has no overlap. `site`: label of the calls in traces."""
         if self.trivial or not self.sequence_parallel or self.axis.communicator.product_overlap == "off":
             return None
-        return Overlap(gathers, self.keeps_gathered, self.axis.key, site)
+        return Overlap(gathers, self.saves_gathered, self.axis.key, site)
 
     def reduce(self, x: torch.Tensor, site: str) -> torch.Tensor:
         """Return the sum of `x` (any shape) over the tp ranks; backward passes the gradient through unchanged. `site`:

@@ -13,7 +13,7 @@ from meshwright.planner.cost.communication import find_distinct
 from meshwright.planner.cost.layer_times import group_by_structure, micro_batch_of
 from meshwright.planner.cost.micro_batch import DTYPES, LayerKind, MicroBatch, Number, layer_examples
 from meshwright.planner.memory.compiled_blocks import can_predict_compiled, compiled_block
-from meshwright.planner.memory.published import StateBytes, keeps_gathered, loss_bytes, published_layer
+from meshwright.planner.memory.published import StateBytes, loss_bytes, published_layer, saves_gathered
 from meshwright.planner.memory.saved import saved_activations
 from meshwright.planner.memory.snapshot import count_bytes
 from meshwright.planner.memory.stage_snapshots import queued_bytes
@@ -58,7 +58,7 @@ class ActivationBytes:
         self.layer, self.queued_layer = found[: len(kinds)], found[len(kinds) : -3]
         self.first, self.last, passing = found[-3:]
         sizes = [
-            (one.rows, one.layout.tp, one.layout.cp, keeps_gathered(one.layout, problem.engine)) for one in candidates
+            (one.rows, one.layout.tp, one.layout.cp, saves_gathered(one.layout, problem.engine)) for one in candidates
         ]
         losses = {size: self._loss(*size) for size in dict.fromkeys(sizes)}
         self.head, logits = np.array([losses[size] for size in sizes]).T

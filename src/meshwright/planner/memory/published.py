@@ -33,7 +33,7 @@ def published_layer(batch: MicroBatch, mixture: bool = False) -> dict[str, Numbe
     flags = {
         "alternate": engine.selective == "every second product" and recompute == "selective" and not mixture,
         "stores_scores": batch.kernel == "scores" and recompute == "none", "compiled": engine.fusion == "compiled",
-        "gathered": keeps_gathered(batch.layout, batch.engine),
+        "gathered": saves_gathered(batch.layout, batch.engine),
     }  # fmt: skip
     kind = LayerKind(None, mixture, rotates=False)
     dimensions = Dimensions(batch, kind, {"latent_numbers": numbers}, flags)
@@ -42,16 +42,16 @@ def published_layer(batch: MicroBatch, mixture: bool = False) -> dict[str, Numbe
     return {item.name: dimensions[item.value] for item in found}
 
 
-def keeps_gathered(layout: Layout, engine: Engine) -> bool:
-    """Return True if products keep their all-gathered inputs under sequence parallelism, as those of DTensors do;
+def saves_gathered(layout: Layout, engine: Engine) -> bool:
+    """Return True if products save their all-gathered inputs under sequence parallelism, as those of DTensors do;
     Megatron-LM gathers them again in the backward."""
     return layout.tp > 1 and layout.tensor_sequence_parallel and engine.name.startswith("torchtitan")
 
 
 def loss_bytes(engine: Engine, tokens: float, width: int, itemsize: int, gathered_hidden: int) -> float:
     """Return the bytes of logits and of what the loss allocates for them. tokens, width: rows and columns of a rank's
-    logits; itemsize: bytes of an element; gathered_hidden: hidden size if the head keeps its gathered input
-    (`keeps_gathered`), else 0. The loss over sharded logits also holds their product with the exponential
+    logits; itemsize: bytes of an element; gathered_hidden: hidden size if the head saves its gathered input
+    (`saves_gathered`), else 0. The loss over sharded logits also holds their product with the exponential
     (torch/distributed/tensor/parallel/loss.py, _nll_loss_and_log_softmax_backward)."""
     gathered = gathered_hidden * itemsize + 4 * width if gathered_hidden else 0
     return tokens * (width * (itemsize + engine.loss_holds) + gathered)

@@ -26,7 +26,7 @@ from meshwright.planner.cost.pipeline_times import communicated_zero_stage, plac
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.memory.activation_bytes import state_bytes_per_parameter
 from meshwright.planner.memory.ledger import CUDA_CONTEXT, STORED, Ledger, ledger
-from meshwright.planner.memory.published import keeps_gathered, loss_bytes, published_layer
+from meshwright.planner.memory.published import loss_bytes, published_layer, saves_gathered
 from meshwright.planner.memory.snapshot import Allocation
 from meshwright.planner.problem import Problem
 from meshwright.spec.stage_times import program_for
@@ -180,7 +180,7 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Alloc
     logits = 0.0
     if config.head in ("next", "masked") and any(stage.last for stage in place):
         tokens = count_predictions(config, batch.rows, problem.sequence) / layout.cp * layout.tp**engine.gathers_logits
-        logits = loss_bytes(engine, tokens, batch.vocabulary, x, config.hidden * keeps_gathered(layout, engine))
+        logits = loss_bytes(engine, tokens, batch.vocabulary, x, config.hidden * saves_gathered(layout, engine))
     # The loss has ended when a layer is recomputed, so the larger of the two counts.
     if again * x / 2 > logits:
         yield Allocation("activations", "a recomputed layer", bytes=round(again * x / 2))
