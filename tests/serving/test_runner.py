@@ -4,8 +4,11 @@ batch."""
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +23,8 @@ from meshwright.planner.serving.ledger import KERNEL_DTYPES, ServingSizes, servi
 from meshwright.planner.serving.torch_ledger import torch_ledger
 from meshwright.serving import runner as runners
 from meshwright.serving.engine import Engine, build_scheduler
+from meshwright.serving.lowering import Segment
+from meshwright.serving.native_runner import NativeRunner
 from meshwright.serving.offline import run_requests
 from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Request
@@ -119,6 +124,30 @@ def test_latent_attention_caches_one_vector_per_token_and_layer(
     vector = 16 + 8 if plain else 32
     assert runner.memory()["kv"] == LIMITS.blocks * ledger.kv_block == LIMITS.blocks * 16 * 3 * vector * 2
     assert runner.memory()["weights"] == ledger.stages[0].weights
+
+
+def test_norms_over_ranks_match_float64_without_temporaries_of_the_whole_step():
+    """Temporaries that the memory ledger does not count are at most of 64 rows."""
+    rows, widths = 2000, (1024, 256)
+    random = np.random.default_rng(1)
+    slices = random.standard_normal((rows, sum(widths) + 256)).astype(np.float32)
+    norms = tuple(random.standard_normal(width).astype(np.float32) for width in widths)
+    x, others = slices.astype(np.float64), random.random((rows, 2)).astype(np.float32)
+    runner: Any = SimpleNamespace(
+        config=SimpleNamespace(norm_epsilon=1e-6), _tensor=SimpleNamespace(size=2), _all_reduce=lambda own: own + others
+    )
+    tracemalloc.start()
+    try:
+        NativeRunner._normalise_over_ranks(runner, Segment(0, slices, norms=norms), slices)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 0.1 * slices.nbytes
+    for norm, weight in enumerate(norms):
+        part = x[:, sum(widths[:norm]) : sum(widths[: norm + 1])]
+        mean = ((part**2).sum(axis=1) + others[:, norm]) / (2 * part.shape[1])
+        part *= weight / np.sqrt(mean + 1e-6)[:, None]
+    assert np.abs(slices - x).max() < 1e-5 and np.array_equal(slices[:, -256:], x[:, -256:])
 
 
 def test_plain_torch_runs_where_the_plan_names_it(directories: Callable[[str], Path]):

@@ -34,10 +34,9 @@ class NativeRunner:
         lowered = Lowering(kernels, weights, mesh, dtype, limits)
         self._ops, self._segments, self._memory = lowered.ops, lowered.segments, lowered.nbytes
         self._states, self._logits, self._limits, self._tensor = lowered.states, lowered.logits, limits, mesh.tp
-        self._gathered = torch.empty(0)
+        widest = max(self._states.size, 0 if self._logits is None else self._logits.size)
+        self._gathered = torch.empty(0 if mesh.tp.trivial else mesh.tp.size * widest)
         if not mesh.tp.trivial:
-            widest = 0 if self._logits is None else self._logits.size
-            self._gathered = torch.empty(mesh.tp.size * max(self._states.size, widest))
             self._memory["communication"] = self._gathered.nbytes
 
     def memory(self) -> dict[str, int]:
@@ -84,11 +83,14 @@ class NativeRunner:
     def _normalise_over_ranks(self, segment: Segment, slices_TX: npt.NDArray[np.float32]) -> None:
         """Apply the RMSNorms of `segment` to the first columns of `slices_TX` in place, this rank's slices of T rows.
         The sums of squares are all-reduced over the tensor-parallel ranks, which have equal numbers of columns."""
-        parts = np.split(slices_TX, np.cumsum([len(each) for each in segment.norms]), axis=1)[:-1]  # views
-        sums_TN = self._all_reduce(np.stack([np.square(part).sum(axis=1) for part in parts], axis=1))
-        for part, weight, sum_T in zip(parts, segment.norms, sums_TN.T, strict=True):
-            mean_T = sum_T / np.float32(part.shape[1] * self._tensor.size)
-            part *= weight / np.sqrt(mean_T + np.float32(self.config.norm_epsilon))[:, None]
+        widths = np.cumsum([len(each) for each in segment.norms])
+        bounds = range(64, len(slices_TX), 64)  # of blocks of rows, so that temporaries are small
+        blocks = [np.split(rows, widths, axis=1)[:-1] for rows in np.split(slices_TX, bounds)]  # views
+        own = [np.stack([np.square(part).sum(axis=1) for part in parts], axis=1) for parts in blocks]
+        for parts, sums_TN in zip(blocks, np.split(self._all_reduce(np.concatenate(own)), bounds), strict=True):
+            for part, weight, sum_T in zip(parts, segment.norms, sums_TN.T, strict=True):
+                mean_T = sum_T / np.float32(part.shape[1] * self._tensor.size)
+                part *= weight / np.sqrt(mean_T + np.float32(self.config.norm_epsilon))[:, None]
 
     def _all_reduce(self, own: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Return the sum of the array `own` of each tensor-parallel rank, added in rank order. The sum is valid until
