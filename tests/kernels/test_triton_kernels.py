@@ -17,7 +17,7 @@ if DEVICE == "cpu":
 pytest.importorskip("triton")
 
 from meshwright.kernels import device_operations as device  # noqa: E402
-from meshwright.kernels.device_attention import Scores, Tiles  # noqa: E402
+from meshwright.kernels.device_attention import AttentionSettings, Tiles  # noqa: E402
 from tests.serving import device_reference as reference  # noqa: E402
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bfloat16
@@ -55,10 +55,11 @@ def step_of(chunks: list[tuple[int, int, list[int]]], tokens: int, rows: int):
     for owner, (*_, table) in enumerate(chunks):
         tables[owner, : len(table)] = torch.tensor(table)
     integers = [torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in (numbers, positions, slots)]
-    return integers[0].T.contiguous(), tokens, rows, *integers[1:], tables.to(DEVICE)
+    longest = max(begin + count for begin, count, _ in chunks)
+    return integers[0].T.contiguous(), tokens, rows, *integers[1:], tables.to(DEVICE), longest
 
 
-def attend_in_pieces(module, pieces: list[int], scores: Scores, batched: bool, tokens: int, section: int = 32):
+def attend_in_pieces(module, pieces: list[int], settings: AttentionSettings, batched: bool, tokens: int, section=32):
     """Attention of the 45 tokens of one sequence read in pieces, alone or in a batch with another one."""
     module.SECTION = section
     cache = draw(BLOCKS * 16, KV_HEADS, SIZE, seed=1), draw(BLOCKS * 16, KV_HEADS, SIZE, seed=2)
@@ -74,7 +75,7 @@ def attend_in_pieces(module, pieces: list[int], scores: Scores, batched: bool, t
         tiles = Tiles(*step_of(chunks, tokens, 16))
         tables = torch.arange(99 * SIZE // 2, device=DEVICE).view(99, -1) / 70
         module.rotate_and_store(qkv, cache, tiles, (tables.cos(), tables.sin()), None, 1e-5)
-        found.append(module.attend(qkv, cache, tiles, scores, scratch, arrivals)[:count])
+        found.append(module.attend(qkv, cache, tiles, settings, scratch, arrivals)[:count])
         begin += count
         assert not bool(arrivals.any())
     return torch.cat(found), *cache
@@ -87,26 +88,26 @@ WINDOWS = [(None, False), (20, False), (20, True)]
 @pytest.mark.parametrize(("window", "chunks"), WINDOWS)
 def test_attention_is_that_of_the_reference_and_of_one_softmax(window: int | None, chunks: bool, sinks: bool):
     one_more = torch.tensor([9.0, -3.0, 0.0, 1.0, 2.0, -50.0], device=DEVICE) if sinks else None
-    scores = Scores(SCALE, 0.0, one_more, window, chunks)
+    settings = AttentionSettings(SCALE, 0.0, one_more, window, chunks)
     for section in (32, 96):  # several sections, one
-        found = attend_in_pieces(device, [45], scores, True, 4, section)
-        expected = attend_in_pieces(reference, [45], scores, True, 4, 128 - section)
+        found = attend_in_pieces(device, [45], settings, True, 4, section)
+        expected = attend_in_pieces(reference, [45], settings, True, 4, 128 - section)
         assert all(same(*pair) for pair in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize(("window", "chunks"), WINDOWS)
 def test_bits_of_a_token_depend_on_its_sequence_alone(window: int | None, chunks: bool):
-    scores = Scores(SCALE, window=window, chunks=chunks)
-    whole = attend_in_pieces(device, [45], scores, False, 4)[0]
+    settings = AttentionSettings(SCALE, window=window, chunks=chunks)
+    whole = attend_in_pieces(device, [45], settings, False, 4)[0]
     for pieces, batched, tokens in (([1] * 45, False, 1), ([33, 1, 11], True, 4), ([45], True, 4)):
-        assert torch.equal(attend_in_pieces(device, pieces, scores, batched, tokens)[0], whole)
+        assert torch.equal(attend_in_pieces(device, pieces, settings, batched, tokens)[0], whole)
 
 
 def test_queries_and_keys_are_normalised_and_rotated_in_half_precision():
     norms = draw(SIZE, dtype=HALF, seed=5), draw(SIZE, dtype=HALF, seed=6)
     angles = torch.arange(9 * SIZE // 2, device=DEVICE).view(9, -1) / 50
     at = [torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in ([0, 5, 8], [17, 3, 40])]
-    tiles = at[0], 1, 16, *at, at[0]
+    tiles = at[0], 1, 16, *at, at[0], 9
     found = []
     for module in (device, reference):
         qkv = draw(3, (GROUP + 2) * KV_HEADS * SIZE, dtype=HALF, seed=7)
@@ -122,7 +123,7 @@ def test_keys_of_layers_with_temperatures_are_not_multiplied():
     for module in (device, reference):
         qkv, cache = draw(3, (GROUP + 2) * KV_HEADS * SIZE, seed=7), torch.zeros(2, 48, KV_HEADS, SIZE, device=DEVICE)
         keys = qkv.view(3, -1, SIZE)[:, GROUP * KV_HEADS :][:, :KV_HEADS].clone()
-        tiles = Tiles(at, 1, 16, at, at, at)
+        tiles = Tiles(at, 1, 16, at, at, at, 3)
         module.rotate_and_store(qkv, cache, tiles, (factors, torch.zeros_like(factors)), None, 1e-5, True)
         assert torch.equal(cache[0, :3], keys)
         found.append(qkv[:, : GROUP * KV_HEADS * SIZE])
@@ -156,8 +157,8 @@ def attend_latent(module, pieces: list[int], batched: bool, tokens: int) -> torc
         wide, out = (torch.empty(len(x), HEADS, size, device=DEVICE) for size in (RANK + ROTARY, VALUE))
         module.multiply_heads(q[:, :, :PLAIN], up[:, :PLAIN].mT, wide[:, :, :RANK])
         module.rotate_and_store_latent(x, q, wide, cache[0], tiles, (angles.cos(), angles.sin()), (norm, 1e-6))
-        scores = Scores(SCALE, key_only=ROTARY, groups=3)
-        latent = module.attend(wide.flatten(1), cache, tiles, scores, scratch, arrivals)
+        settings = AttentionSettings(SCALE, key_only=ROTARY, groups=3)
+        latent = module.attend(wide.flatten(1), cache, tiles, settings, scratch, arrivals)
         module.multiply_heads(latent.unflatten(1, (HEADS, -1)), up[:, PLAIN:], out)
         found.append(out[:count])
         begin += count
@@ -253,12 +254,43 @@ def test_bits_of_attention_do_not_depend_on_how_sections_and_tiles_share_program
     for programs, floats in ((1, 40_000), (8, 40_000), (512, 40_000), (8, 4 * GROUP * KV_HEADS * 5 * (SIZE + 2))):
         monkeypatch.setattr(device, "_PROGRAMS", programs)
         scratch = torch.zeros(floats, device=DEVICE)
-        found.append(device.attend(qkv, cache, tiles, Scores(SCALE), scratch, arrivals))
+        found.append(device.attend(qkv, cache, tiles, AttentionSettings(SCALE), scratch, arrivals))
         assert not bool(arrivals.any())
     assert all(torch.equal(each, found[0]) for each in found)
     monkeypatch.setattr(reference, "SECTION", 32)
-    expected = reference.attend(qkv, cache, tiles, Scores(SCALE), torch.zeros(1, device=DEVICE), arrivals)
+    expected = reference.attend(qkv, cache, tiles, AttentionSettings(SCALE), torch.zeros(1, device=DEVICE), arrivals)
     assert same(found[0], expected)
+
+
+class Launches:
+    """Number of launches of a kernel."""
+
+    def __init__(self, kernel) -> None:
+        self.kernel, self.count = kernel, 0
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        self.count += 1
+        return self.kernel[grid]
+
+
+@pytest.mark.parametrize(("context", "launches"), [(30, 1), (60, 2), (128, 4)])
+def test_launches_of_attention_follow_from_the_longest_context_of_the_step(
+    context: int, launches: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Latent attention of 8 tokens, one for a tile, with partial results of 8 sections in scratch memory; block tables
+    are those of much longer sequences."""
+    monkeypatch.setattr(device, "SECTION", 32)
+    recorded = Launches(device.attention.attend)
+    monkeypatch.setattr(device.attention, "attend", recorded)
+    table = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(1)).tolist()
+    tiles = Tiles(*step_of([(context - 8, 8, table)], 1, 16))
+    cache = draw(1, BLOCKS * 16, 1, RANK + ROTARY)
+    queries, arrivals = draw(8, HEADS * (RANK + ROTARY)), torch.zeros(24, dtype=torch.int32, device=DEVICE)
+    scratch = torch.zeros(8 * HEADS * (RANK + 2), device=DEVICE)
+    settings = AttentionSettings(SCALE, key_only=ROTARY, groups=3)
+    found = device.attend(queries, cache, tiles, settings, scratch, arrivals)
+    assert recorded.count == launches
+    assert same(found, reference.attend(queries, cache, tiles, settings, scratch, arrivals))
 
 
 def figures_of(module, logits: torch.Tensor, rows: list[tuple[float, float, int]]) -> torch.Tensor:

@@ -139,6 +139,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_group": 3, "topk_group": 2},
     ),
     "glm4_moe, no head_dim": ("glm4_moe", {**ODD, **SIGMOID, "hidden_size": 52}),  # 52 // 6 = 8
+    "glm4_moe, odd number of rotated features": ("glm4_moe", {**ODD, **SIGMOID, "hidden_size": 60}),  # 5 of 10
+    "glm4, odd number of rotated features": ("glm4", {**WIDE, "head_dim": 10}),
     "glm4, no biases": ("glm4", {**WIDE, "head_dim": 12, "attention_bias": False, "tie_word_embeddings": True}),
 }
 

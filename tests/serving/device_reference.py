@@ -21,7 +21,7 @@ def _normalise(x, weight, epsilon):
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * weight).to(x.dtype)
 
 
-def rotate_and_store(qkv, cache, tiles, rotation, norms, epsilon, queries_alone=False):
+def rotate_and_store(qkv, cache, tiles, rotation, norms, epsilon, queries_only=False):
     keys, values = cache[0], cache[1]
     kv_heads, size = keys.shape[1:]
     positions_T, slots_T = tiles.positions[: len(qkv)], tiles.slots[: len(qkv)]
@@ -31,7 +31,7 @@ def rotate_and_store(qkv, cache, tiles, rotation, norms, epsilon, queries_alone=
         q, k = _normalise(q, norms[0], epsilon), _normalise(k, norms[1], epsilon)
     if rotation is not None:
         cosine, sine = (table[positions_T.long()][:, None] for table in rotation)
-        q, k = _rotate(q, cosine, sine), k if queries_alone else _rotate(k, cosine, sine)
+        q, k = _rotate(q, cosine, sine), k if queries_only else _rotate(k, cosine, sine)
     parts_TND[:, : q.shape[1]] = q
     keys[slots_T.long()] = k
     values[slots_T.long()] = v
@@ -55,12 +55,12 @@ def multiply_heads(x_TNX, weight_NYX, out_TNY):
     out_TNY[:] = torch.einsum("tnx,nyx->tny", x_TNX.float(), weight_NYX.float())
 
 
-def attend(qkv, cache, tiles, how, scratch, arrivals):
-    """Every token over every position of its block table, section by section and in each step by step."""
+def attend(qkv, cache, tiles, settings, scratch, arrivals):
+    """Every token over every position of the longest context, section by section and in each step by step."""
     assert scratch.dtype == torch.float32 and arrivals.dtype == torch.int32
     keys, values, tokens = cache[0], cache[-1], len(qkv)
     kv_heads, size = keys.shape[1:]
-    heads = qkv.shape[1] // size - (0 if how.key_only else 2 * kv_heads)
+    heads = qkv.shape[1] // size - (0 if settings.key_only else 2 * kv_heads)
     first_I, count_I, owner_I = tiles.numbers
     places_IP = first_I[:, None] + torch.arange(tiles.tokens, device=qkv.device)
     real_IP = torch.arange(tiles.tokens, device=qkv.device) < count_I[:, None]
@@ -68,7 +68,7 @@ def attend(qkv, cache, tiles, how, scratch, arrivals):
     owner_T[torch.where(real_IP, places_IP, tokens).long()] = owner_I[:, None].long().expand_as(places_IP)
     position_T1, tables_TB = tiles.positions[:tokens, None], tiles.tables[owner_T[:tokens]]
     q_TKGD = qkv[:, : heads * size].view(tokens, kv_heads, -1, size).float()
-    context = tables_TB.shape[1] * BLOCK_TOKENS
+    context = -(-tiles.context // STEP) * STEP
     total, sections = [], []
     for section in range(0, context, SECTION):
         highest = torch.full(q_TKGD.shape[:3], -torch.inf, device=qkv.device)
@@ -78,12 +78,12 @@ def attend(qkv, cache, tiles, how, scratch, arrivals):
             slots_TS = tables_TB[:, places_S // BLOCK_TOKENS].long() * BLOCK_TOKENS + places_S % BLOCK_TOKENS
             k_TSKD, v_TSKD = keys[slots_TS].float(), values[slots_TS]
             visible_TS = places_S <= position_T1
-            if how.window is not None:
-                chunk_T1 = position_T1 // how.window * how.window
-                visible_TS &= places_S >= (chunk_T1 if how.chunks else position_T1 + 1 - how.window)
-            scores = torch.einsum("tkgd,tskd->tkgs", q_TKGD, k_TSKD) * how.scale
-            if how.softcap:
-                scores = how.softcap * (scores / how.softcap).tanh()
+            if settings.window is not None:
+                chunk_T1 = position_T1 // settings.window * settings.window
+                visible_TS &= places_S >= (chunk_T1 if settings.chunks else position_T1 + 1 - settings.window)
+            scores = torch.einsum("tkgd,tskd->tkgs", q_TKGD, k_TSKD) * settings.scale
+            if settings.softcap:
+                scores = settings.softcap * (scores / settings.softcap).tanh()
             scores = scores.masked_fill(visible_TS[:, None, None].logical_not(), -torch.inf)
             higher = torch.maximum(highest, scores.amax(-1))
             finite = higher.masked_fill(higher == -torch.inf, 0)
@@ -94,14 +94,14 @@ def attend(qkv, cache, tiles, how, scratch, arrivals):
             highest = higher
         total.append((highest, weight))
         sections.append(value)
-    if how.sinks is not None:  # one more section, of a key whose value is zero
-        total.append((how.sinks.float().view(kv_heads, -1).expand_as(weight), torch.ones_like(weight)))
+    if settings.sinks is not None:  # one more section, of a key whose value is zero
+        total.append((settings.sinks.float().view(kv_heads, -1).expand_as(weight), torch.ones_like(weight)))
         sections.append(torch.zeros_like(value))
     best = torch.stack([highest for highest, _ in total]).amax(0)
     scales = [(highest - best).exp() for highest, _ in total]
     weight = sum(scale * weight for scale, (_, weight) in zip(scales, total, strict=True))
     value = sum(scale[..., None] * each for scale, each in zip(scales, sections, strict=True))
-    return (value / weight[..., None])[..., : size - how.key_only].to(qkv.dtype).reshape(tokens, -1)
+    return (value / weight[..., None])[..., : size - settings.key_only].to(qkv.dtype).reshape(tokens, -1)
 
 
 def product(x_TX, weight_YX, bias_Y=None, dtype=None):
@@ -118,7 +118,9 @@ def gemv(x_1X, weight, bias_Y=None, dtype=None, *, norm=None, delta_1X=None, gat
 
 def grouped_product(x_NX, weight_EYX, ends_E):
     expert_N = torch.searchsorted(ends_E, torch.arange(len(x_NX), device=x_NX.device, dtype=torch.int32), right=True)
-    return torch.einsum("nx,nyx->ny", x_NX.float(), weight_EYX[expert_N].float()).to(x_NX.dtype)
+    weight_NYX = weight_EYX[expert_N.clamp(max=len(ends_E) - 1)].float()
+    y_NY = torch.einsum("nx,nyx->ny", x_NX.float(), weight_NYX).to(x_NX.dtype)
+    return y_NY.masked_fill((expert_N == len(ends_E))[:, None], torch.nan)  # the kernel leaves these as they are
 
 
 def swiglu(up_TF):

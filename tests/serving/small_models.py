@@ -37,6 +37,8 @@ def small_config(name: str, **changes: Any) -> ModelConfig:
     if config.family == "llama4_text":
         scaling = RopeScaling("yarn", 4.0, original_max_positions=16)  # scales queries before they are normalised
         changes |= {"sliding_window": 7, "temperature_floor": 3, "rope_scaling": scaling}
+    if config.family == "glm4_moe":
+        changes.setdefault("head_dim", 10)  # of which 5 features are to be rotated, and 6 are
     if config.family == "qwen2":
         changes.setdefault("windowed_layers", (False, True, True))
     if config.embedding_factor != 1:  # tied, a scaled embedding repeats its token

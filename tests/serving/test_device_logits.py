@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from meshwright.serving.device_logits import DeviceLogits, DeviceRow
 from meshwright.serving.logit_rows import Draw, LogitRow
@@ -93,6 +94,24 @@ def test_tokens_passed_to_the_next_step_are_the_sampled_ones(options: list[dict]
             sample(row, each, position=n).token for n, (row, each) in enumerate(zip(rows, requests, strict=True))
         ] == expected
         assert all(row._host_V is None for row in rows), "the logits were read after the next step"
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"logprobs": 0}])
+def test_sampling_calls_no_tensor_operation_for_each_row(options: dict):
+    class Calls(TorchFunctionMode):
+        def __torch_function__(self, function, types, arguments=(), options=None):
+            calls.append(function)
+            return function(*arguments, **(options or {}))
+
+    counts, sampling = [], Sampling(**options)
+    for rows in (1, 6):
+        calls, logits = [], np.random.default_rng(4).standard_normal((rows, 50)).astype(np.float32)
+        draws = [prepare_draw(sampling, position=number) for number in range(rows)]
+        with Calls():
+            found = [sample(row, sampling, position=n) for n, row in enumerate(on_device(logits, draws))]
+        assert len(found) == rows
+        counts.append(len(calls))
+    assert counts[0] == counts[1] > 0
 
 
 def test_plain_sampling_is_decided_by_the_device_and_narrowed_sampling_is_not():

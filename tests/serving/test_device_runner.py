@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.serving.device_ledger import CONTEXT_BYTES, SPLIT_COLUMNS, device_ledger
 from meshwright.planner.serving.ledger import RankLedger, ServingSizes
-from meshwright.serving.device_runner import DeviceRunner
+from meshwright.serving.device_runner import DeviceRunner, StepSizes
 from meshwright.serving.engine import Engine, build_scheduler
 from meshwright.serving.offline import run_requests
 from meshwright.serving.pipeline_engine import PipelineEngine
@@ -46,14 +47,15 @@ SHAPES = ("llama-tiny", "mistral-tiny", "gpt2-tiny", "qwen3-moe-tiny", "deepseek
 
 
 @pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Directory of each family's model."""
-    place, made = tmp_path_factory.mktemp("models"), dict[str, Path]()
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Directory of each family's model, with changes of its configuration."""
+    place, made = tmp_path_factory.mktemp("models"), dict[tuple[str, ...], Path]()
 
-    def find(name: str) -> Path:
-        if name not in made:
-            made[name] = write_model(place / name, small_config(name))
-        return made[name]
+    def find(name: str, **changes: int) -> Path:
+        key = name, *map(str, changes.values())
+        if key not in made:
+            made[key] = write_model(place / "-".join(key), small_config(name, **changes))
+        return made[key]
 
     return find
 
@@ -164,6 +166,16 @@ def test_gemv_computes_one_token_from_parameters_unless_batch_invariant(
             assert given[-1] is head.weight and len(given) >= 2 * runner.config.layers + 1
 
 
+def test_attention_gets_the_longest_context_of_the_step(directories: Callable[[str], Path]):
+    """Not of the longest sequence that is possible, for which it would launch kernels many times."""
+    runner = make_runner(directories("deepseek-v3-tiny"))
+    with patch.object(device_reference, "attend", wraps=device_reference.attend) as attend:
+        runner.run(make_batch([Chunk(PROMPTS[2][:20], 0, [3, 4]), Chunk([7], 5, [6])]))
+        runner.run(make_batch([Chunk(PROMPTS[2][20:], 20, [3, 4, 5]), Chunk([7], 6, [6])]))
+        runner.run(make_batch([Chunk([7], 7, [6])]))
+    assert [call.args[2].context for call in attend.call_args_list[:: runner.config.layers]] == [20, 37, 8]
+
+
 def test_padding_does_not_touch_blocks_of_sequences(directories: Callable[[str], Path]):
     runner = make_runner(directories("llama-tiny"))
     runner.run(make_batch([Chunk(PROMPTS[2], 0, [3, 4, 5])]))
@@ -176,19 +188,29 @@ def test_padding_does_not_touch_blocks_of_sequences(directories: Callable[[str],
 def test_graphs_are_captured_for_padded_sizes_and_replayed(
     directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ):
-    """With substitutes for CUDA graphs: a replay writes the captured computation's result to the same tensor."""
-    replays = list[int]()
+    """With substitutes for CUDA graphs: a replay repeats the captured computation, for the same sizes."""
+    replays, captured, compute = list[int](), list[StepSizes](), DeviceRunner.compute
 
     class Graph:
         def pool(self) -> None: ...
 
         def replay(self) -> None:
-            size, found = next((size, found) for size, (each, found) in runner._graphs.items() if each is self)
-            replays.append(size)
-            found.copy_(runner.compute((size, size, size), True))
+            found = next(found for each, found in runner._graphs.values() if each is self)
+            replays.append(self.sizes.tokens)
+            found.copy_(compute(runner, self.sizes))
 
+    @contextmanager
+    def capture(graph: Graph, pool: None) -> Iterator[None]:
+        yield
+        graph.sizes = captured[-1]
+
+    def record(runner: DeviceRunner, sizes: StepSizes, x_TH: torch.Tensor | None = None) -> torch.Tensor:
+        captured.append(sizes)
+        return compute(runner, sizes, x_TH)
+
+    monkeypatch.setattr(DeviceRunner, "compute", record)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     sampled, summarize = list[int](), device_reference.summarize_logits
     monkeypatch.setattr(
@@ -203,6 +225,7 @@ def test_graphs_are_captured_for_padded_sizes_and_replayed(
     assert not any(each[: LIMITS.blocks * 16].any() for each in caches)  # capturing touches the padding's block alone
     assert answer(runner, 64) == answer(make_runner(directories("llama-tiny")), 64)
     assert set(replays) == {1, 2, 4}
+    assert {(graph.sizes.context, graph.sizes.decoding) for graph, _ in runner._graphs.values()} == {(64, True)}
 
 
 def answer_on_rank(directory: str, layout: str) -> tuple[list[list[int]], dict[str, int], int]:
@@ -222,14 +245,17 @@ LAYOUTS = [
     *(("tp2:nosp", name) for name in ("mistral-tiny", "gpt2-tiny", "qwen3-moe-tiny", "qwen2-moe-tiny", "olmo2-tiny")),
     *(("pp2", name) for name in ("llama-tiny", "gpt2-tiny", "mixtral-tiny")),
     *((layout, name) for layout in ("tp2:nosp", "pp2") for name in ("deepseek-v3-tiny", "llama4-tiny")),
+    *(("tp2:nosp ep2", name) for name in ("qwen2-moe-tiny", "llama4-tiny", "gpt-oss-tiny")),
 ]
 
 
 @pytest.mark.parametrize(("layout", "name"), LAYOUTS)
-def test_two_ranks_answer_like_one(layout: str, name: str, two: LocalRanks, directories: Callable[[str], Path]):
-    expected = answer(make_runner(directories(name)), 11)
-    stages = device_ledger(small_config(name), Layout.parse(layout), SIZES).stages
-    for answers, memory, stage in two.run(answer_on_rank, str(directories(name)), layout):
+def test_two_ranks_answer_like_one(layout: str, name: str, two: LocalRanks, directories: Callable[..., Path]):
+    changes = {"experts": 4} if "ep" in layout else {}
+    directory = directories(name, **changes)
+    expected = answer(make_runner(directory), 11)
+    stages = device_ledger(small_config(name, **changes), Layout.parse(layout), SIZES).stages
+    for answers, memory, stage in two.run(answer_on_rank, str(directory), layout):
         assert answers == expected
         check_memory(memory, stages[stage])
     assert len({token for each in expected for token in each}) > 3
@@ -279,9 +305,9 @@ def test_step_on_cuda_tensors_has_no_host_synchronisation(name: str, batch_invar
             _NoTensors(config), Mesh.single(device=device), torch.bfloat16, LIMITS, device_reference,
             batch_invariant=batch_invariant, graphs=False,
         )  # fmt: skip
-        for counts, decoding in (((4, 4, 4), True), ((20, 7, 3), False)):
-            logits = runner.compute(counts, decoding)
-            assert (logits.shape, logits.dtype, logits.device) == ((counts[2], 257), torch.float32, device)
+        for sizes in (StepSizes(4, 4, 4, 64, decoding=True), StepSizes(20, 7, 3, 37)):
+            logits = runner.compute(sizes)
+            assert (logits.shape, logits.dtype, logits.device) == ((sizes.rows, 257), torch.float32, device)
         assert all(each.device == device and each.dtype == torch.bfloat16 for each in runner._model.parameters())
         assert all(each.device == device for each in runner._cache)
 
@@ -338,7 +364,7 @@ def test_tensors_of_a_step_fit_predicted_slack(name: str):
         )
         older = *runner._model.parameters(), *runner._cache, runner._numbers, runner._tables
         with torch.inference_mode(), _Peak(older) as peak:
-            runner.compute((budget, budget // 16, 256), False)
+            runner.compute(StepSizes(budget, budget // 16, 256, 64))
     (rank,) = device_ledger(config, Layout(), ServingSizes(budget, 6, 64, "bfloat16")).stages
     partial_sums = 4 * SPLIT_COLUMNS * budget  # of batch-invariant products, which are not computed here
     predicted = rank.slack - CONTEXT_BYTES - partial_sums + rank.logits
@@ -349,7 +375,7 @@ class _NoTensors:
     """Weights of a rank without tensors."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self.config, self.stage = config, whole_model(config)
+        self.config, self.stage, self.first_expert = config, whole_model(config), 0
 
     def load_into(self, model: torch.nn.Module, dtype: torch.dtype) -> None: ...
 

@@ -39,6 +39,12 @@ def test_weights_are_the_models_parameters(tmp_path: Path, name: str, monkeypatc
     assert sum(sizes) == 3 * 4 * sum(each.numel() for each in parameters.values())  # each tensor once
 
 
+def test_every_expert_is_computed_by_one_tensor_parallel_rank(tmp_path: Path):
+    directory, layout = write_model(tmp_path, small_config("mixtral-tiny", experts=4)), Layout.parse("tp4:nosp ep2")
+    meshes = [SimpleNamespace(layout=layout, rank=rank, pp=SimpleNamespace(size=1, rank=0)) for rank in range(4)]
+    assert [RankWeights(directory, cast(Mesh, mesh)).first_expert for mesh in meshes] == [0, 2, 4, 4]
+
+
 def test_pages_of_the_file_are_dropped_after_use(tmp_path: Path):
     directory = write_model(tmp_path, small_config("llama-tiny", layers=4, intermediate=1 << 14))
 

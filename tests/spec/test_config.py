@@ -182,6 +182,7 @@ def test_gpt2_intermediate_defaults_to_four_times_hidden():
             {**LLAMA, "model_type": "glm4", "head_dim": 8, "partial_rotary_factor": 1.5},
             "rotary_fraction 1.5 of head_dim 8 must be",
         ),
+        ({**LLAMA, "model_type": "glm4", "head_dim": 9, "partial_rotary_factor": 0.5}, "head_dim 9 must be even"),
         (
             {**LLAMA, "model_type": "smollm3", "no_rope_layers": [1, 2, 1, 1, 1]},
             '"no_rope_layers" must be a list of 5 zeros and ones',

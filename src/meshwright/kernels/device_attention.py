@@ -20,6 +20,8 @@ class Tiles(NamedTuple):
         rows: Query rows of a tile, tokens x query heads per key-value head (padded): 16 or 64.
         positions, slots: Position and KV-cache slot of each of the step's T tokens, int32 [T].
         tables: The layer's block table of each sequence, int32 [sequences, blocks]; may be a strided view.
+        context: Maximum number of keys of a sequence in this step, known on the host; in a captured CUDA graph that of
+            all steps.
     """
 
     numbers: Tensor
@@ -28,10 +30,11 @@ class Tiles(NamedTuple):
     positions: Tensor
     slots: Tensor
     tables: Tensor
+    context: int
 
 
-class Scores(NamedTuple):
-    """Settings of attention scores.
+class AttentionSettings(NamedTuple):
+    """Settings of a layer's attention.
 
     Attributes:
         scale: Factor of the scores.

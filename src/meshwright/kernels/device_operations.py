@@ -13,7 +13,7 @@ import triton
 
 from meshwright.kernels import triton_attention as attention
 from meshwright.kernels import triton_kernels as kernels
-from meshwright.kernels.device_attention import Pair, Scores, Tensor, Tiles
+from meshwright.kernels.device_attention import AttentionSettings, Pair, Tensor, Tiles
 from meshwright.kernels.operations import BLOCK_TOKENS
 from meshwright.spec.attention_tiles import SECTION
 
@@ -56,7 +56,7 @@ def add_norm(x_TH: Tensor, delta_TH: Tensor | None, weight_H: Tensor, epsilon: f
 
 def rotate_and_store(
     qkv: Tensor, cache: Sequence[Tensor], tiles: Tiles, rotation: Pair | None, norms: Pair | None,
-    epsilon: float, queries_alone: bool = False,
+    epsilon: float, queries_only: bool = False,
 ) -> None:  # fmt: skip
     """Apply QK norm and RoPE to the queries and keys of `qkv`, and write keys and values to the KV cache. The queries
     in `qkv` are overwritten. T tokens, N query heads, K key-value heads, head size D.
@@ -64,7 +64,7 @@ def rotate_and_store(
     qkv: [T, (N + 2K) D], queries first, then keys, then values. cache: (keys, values), each [C, K, D] for C slots.
     tiles: has the position and the cache slot of each token. rotation: (cosine, sine) by position, float32 [positions,
     D / 2] each; None: no RoPE. norms: RMSNorm weights [D] of (queries, keys); None: no QK norm. epsilon: added to the
-    mean square in these norms. queries_alone: True: the keys are not rotated.
+    mean square in these norms. queries_only: True: the keys are not rotated.
     """
     keys, values = cache[0], cache[-1]
     kv_heads, size = keys.shape[1:]
@@ -74,7 +74,7 @@ def rotate_and_store(
     attention.rotate_and_store[(len(qkv), total)](
         qkv, keys, values, tiles.positions, tiles.slots, cosine, sine, query_norm, key_norm, epsilon,
         total - 2 * kv_heads, kv_heads, size, triton.next_power_of_2(size // 2), rotation is not None,
-        not queries_alone, norms is not None, _PDL, num_warps=1, **_LAUNCH,
+        not queries_only, norms is not None, _PDL, num_warps=1, **_LAUNCH,
     )  # fmt: skip
 
 
@@ -111,46 +111,46 @@ def multiply_heads(x_TNX: Tensor, weight_NYX: Tensor, out_TNY: Tensor) -> None:
 
 
 def attend(
-    qkv: Tensor, cache: Sequence[Tensor], tiles: Tiles, scores: Scores, scratch: Tensor,
-    arrivals: Tensor,
+    qkv: Tensor, cache: Sequence[Tensor], tiles: Tiles, settings: AttentionSettings, scratch: Tensor, arrivals: Tensor,
 ) -> Tensor:  # fmt: skip
     """Return the causal attention of a step's T tokens over the cached keys and values of their sequences, [T, N V]. N
     query heads, K key-value heads, size D of a key, size V of a value.
 
     Each context is split into sections of `SECTION` keys, counted from position 0. The sections are computed in
-    parallel, and merged in order (Flash-Decoding).
+    parallel, and merged in order (Flash-Decoding). Tiles whose partial results exceed `scratch` take further launches;
+    their number depends on the longest context of the step.
 
     qkv: [T, (N + 2K) D]; only its first N D columns, the queries, are read; V = D. cache: (keys, values), each [C, K,
     D] for C slots. Latent attention: qkv: [T, N D]. cache: (keys), [C, 1, D], whose first V elements are the values.
-    tiles: tokens that are computed together. scores: settings of the scores. scratch: float32 buffer for partial
-    results, large enough for at least one tile. arrivals: int32 counters, one for each (tile, group of query heads that
-    one program computes), zeros before and after the call.
+    tiles: tokens that are computed together. settings: scale, window and kind of the attention. scratch: float32 buffer
+    for partial results, large enough for at least one tile. arrivals: int32 counters, one for each (tile, group of
+    query heads that one program computes), zeros before and after the call.
     """
-    keys, values, shared = cache[0], cache[-1], scores.key_only
+    keys, values, shared = cache[0], cache[-1], settings.key_only
     kv_heads, size = keys.shape[1], keys.shape[2] - shared
     heads = qkv.shape[1] // (size + shared) - (0 if shared else 2 * kv_heads)
-    kv_heads = scores.groups or kv_heads
+    kv_heads = settings.groups or kv_heads
     group, count = heads // kv_heads, tiles.numbers.shape[1]
     out = qkv.new_empty(len(qkv), heads * size)
-    sections = triton.cdiv(tiles.tables.shape[1] * BLOCK_TOKENS, SECTION)
+    sections = triton.cdiv(tiles.context, SECTION)
     padded, padded_shared = (max(16, triton.next_power_of_2(each)) for each in (size, shared))
-    at_once = min(count, max(1, scratch.numel() // (tiles.tokens * heads * sections * (size + 2))))
-    assert at_once * tiles.tokens * heads * sections * (size + 2) <= scratch.numel(), "scratch for one tile"
+    partial = tiles.tokens * heads * sections if sections > 1 else 0  # vectors of the partial results of one tile
+    at_once = min(count, max(1, scratch.numel() // (partial * (size + 2)))) if partial else count
+    assert at_once * partial * (size + 2) <= scratch.numel(), "scratch for one tile"
     assert at_once * kv_heads <= arrivals.numel()
-    stats = scratch[at_once * tiles.tokens * heads * sections * size :]
+    stats = scratch[at_once * partial * size :]
     step = (64 if keys.dtype.itemsize == 2 else 32) // (2 if shared else 1)
-    softcap, sinks = scores.softcap, scores.sinks
+    softcap, sinks = settings.softcap, settings.sinks
     for begin in range(0, count, at_once):
         numbers = tiles.numbers[:, begin : begin + at_once]
         many = numbers.shape[1]
         programs = min(sections, max(1, _PROGRAMS // (many * kv_heads)))
         attention.attend[(many, kv_heads, programs)](
             qkv, keys, values, tiles.positions, numbers, tiles.tables, scratch, stats, arrivals, out,
-            out if sinks is None else sinks, scores.scale, softcap,
-            qkv.shape[1], tiles.tables.stride(0), numbers.stride(0), tiles.tokens, sections, scores.window or 0,
-            scores.chunks, softcap != 0, sinks is not None, kv_heads, group, triton.next_power_of_2(group), tiles.rows,
-            size, padded, shared, padded_shared, SECTION, step, BLOCK_TOKENS, _PDL,
-            num_warps=4, num_stages=2, **_LAUNCH,
+            out if sinks is None else sinks, settings.scale, softcap, qkv.shape[1], tiles.tables.stride(0),
+            numbers.stride(0), tiles.tokens, sections, settings.window or 0, settings.chunks, softcap != 0,
+            sinks is not None, kv_heads, group, triton.next_power_of_2(group), tiles.rows, size, padded, shared,
+            padded_shared, SECTION, step, BLOCK_TOKENS, _PDL, num_warps=4, num_stages=2, **_LAUNCH,
         )  # fmt: skip
     return out
 

@@ -61,7 +61,7 @@ def rotate_and_store(
             tl.store(target + SIZE // 2, b.to(keys.dtype.element_ty), inside)
 
 
-@triton.jit(do_not_specialize=["stride", "tile_tokens"])
+@triton.jit(do_not_specialize=["stride", "tile_tokens", "sections"])
 def attend(
     qkv, keys, values, positions, tiles, tables, partial, stats, arrivals, out, sinks, scale, softcap, width,
     table_width, stride, tile_tokens, sections, window, CHUNKS: tl.constexpr, CAPPED: tl.constexpr,
@@ -82,10 +82,11 @@ def attend(
     first token, number of tokens, and row of `tables`. tables: block tables, `table_width` entries a row. arrivals:
     int32 [tiles, KV_HEADS], number of programs that have finished; 0 before and after the launch. scale: factor of the
     scores. softcap: if CAPPED, c that turns scores x into c tanh(x / c). sinks: if SINKS, attention sink (one more
-    score) of each query head. sections: maximum number of sections of a sequence. window: keys that a query attends to,
-    0: all; if CHUNKS, a query attends to its chunk of `window` positions. GROUP: query heads per key-value head. ROWS:
-    (token, head) pairs of a tile. STEP: keys per iteration. BLOCK: tokens of a KV block. GROUP_PADDED, PADDED,
-    SHARED_PADDED: powers of 2 >= GROUP, >= SIZE, >= SHARED. PDL: use programmatic dependent launch.
+    score) of each query head. sections: maximum number of sections of a sequence in the launch. window: keys that a
+    query attends to, 0: all; if CHUNKS, a query attends to its chunk of `window` positions. GROUP: query heads per
+    key-value head. ROWS: (token, head) pairs of a tile. STEP: keys per iteration. BLOCK: tokens of a KV block.
+    GROUP_PADDED, PADDED, SHARED_PADDED: powers of 2 >= GROUP, >= SIZE, >= SHARED. PDL: use programmatic dependent
+    launch.
 
     Latent attention, if SHARED is not 0: all heads share one cached vector of SIZE + SHARED elements, `keys` [slots,
     SIZE + SHARED], which is the key (queries have as many elements), and whose first SIZE elements are the value.

@@ -1,5 +1,6 @@
 """Rotary positions (RoPE, Su et al. 2021, arXiv:2104.09864) with the published scaling methods. The first R <= D
-features of a head are rotated in pairs: feature i with i + R/2, the half-rotation order of Hugging Face, or neighbours.
+features of a head, an even number, are rotated in pairs: feature i with i + R/2, the half-rotation order of Hugging
+Face, or neighbours.
 
 Shapes: B sequences, S tokens of a sequence, D head size, R rotated features of it, P positions.
 """

@@ -113,14 +113,14 @@ class Model:
             [3, 3]
         """
         check_options(self.generate, options, GenerationOptions)
-        alone = isinstance(prompts, str)
-        given = [self._make_requests(each, options) for each in ([prompts] if alone else prompts)]
+        single = isinstance(prompts, str)
+        given = [self._make_requests(each, options) for each in ([prompts] if single else prompts)]
         requests = [request for pairs in given for request, _ in pairs]
         answers = {request.id: answer for pairs in given for request, answer in pairs}
         for output in self._run(requests, lambda request_id: answers[request_id].ended):
             answers[output.request_id].add(output)
         found = [pairs[0][1].generation for pairs in given]
-        return found[0] if alone else found
+        return found[0] if single else found
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> TextStream:
         """Generate text after a single prompt; return an iterator over the text. prompt: a text or a list of token IDs.

@@ -42,19 +42,30 @@ class DeviceLayers:
     """Products, norms and mixtures of experts, by the kernels of a GPU or by torch.
 
     config: configuration of the model. operations: the module `device_operations`, or one with the same functions.
-    tensor: communication of the tensor-parallel ranks. invariant: as `batch_invariant` of `DeviceRunner`.
+    tensor: communication of the tensor-parallel ranks. invariant: as `batch_invariant` of `DeviceRunner`. first_expert:
+    index of the first routed expert that this rank computes.
     """
 
-    def __init__(self, config: ModelConfig, operations: Any, tensor: OrderedTensorParallel, invariant: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, operations: Any, tensor: OrderedTensorParallel, invariant: bool,
+        first_expert: int = 0,
+    ) -> None:  # fmt: skip
         """Store references; arguments: see the class."""
         self.config, self._operations, self._tensor, self._invariant = config, operations, tensor, invariant
+        self._first_expert = first_expert
 
     def mix_experts(self, mixture: Mixture, x_TH: torch.Tensor) -> torch.Tensor:
         """Return the output [T, H] of the mixture-of-experts layer `mixture`, summed over the tensor-parallel ranks.
-        x_TH: input, the normalized hidden states of T tokens."""
+        With expert parallelism each rank computes the rows of its experts, which come first when sorted; the other rows
+        are 0 in its sum. x_TH: input, the normalized hidden states of T tokens."""
         config, experts, (tokens, hidden) = self.config, mixture.experts, x_TH.shape
         weights_TK, chosen_TK = mixture.router.choose(mixture.router.scores(x_TH, self._product))
-        count, (order_N, *groups) = chosen_TK.shape[1], sort_copies(chosen_TK, experts.experts)
+        count, held = chosen_TK.shape[1], experts.held
+        if held < experts.experts:
+            chosen_TK = chosen_TK - self._first_expert
+            chosen_TK = chosen_TK.masked_fill((chosen_TK < 0) | (chosen_TK > held), held)
+        order_N, expert_N, ends_E = sort_copies(chosen_TK, held)
+        groups = expert_N.clamp(max=held - 1), ends_E
         plain = config.activation == "silu" and config.swiglu_limit is None
         activate = self._operations.swiglu if plain else experts.activate
         x_NH = x_TH.index_select(0, order_N // count)
@@ -63,6 +74,8 @@ class DeviceLayers:
             weights_TK = torch.ones_like(weights_TK)
         up_NX = self._grouped_product(experts.up, x_NH, groups)
         y_NH = self._grouped_product(experts.down, activate(up_NX), groups, experts.first)
+        if held < experts.experts:  # rows that no kernel has written
+            y_NH = y_NH.masked_fill((expert_N == held)[:, None], 0)
         y_TKH = torch.empty_like(y_NH).index_copy_(0, order_N, y_NH).view(tokens, count, hidden).float()
         total_TH = y_TKH[:, 0] * weights_TK[:, :1]  # one by one: the order of torch's sum may depend on T
         for place in range(1, count):
@@ -99,7 +112,7 @@ class DeviceLayers:
         gate_TF, up_TF = up_TF.chunk(2, dim=-1)
         return modules.activate(gate_TF, activation) * up_TF
 
-    def norm_product(
+    def apply_norm_and_linear(
         self, norm: Any, x_TH: torch.Tensor, delta_TH: torch.Tensor | None, linear: Any, *, swiglu: bool = False,
         dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip

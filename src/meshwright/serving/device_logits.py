@@ -27,8 +27,11 @@ class DeviceLogits:
     `summarize_logits`. buffers: pinned host buffer and device buffer for the sampling inputs, each float64 [at least 3
     R]. Kernels and copies are queued on the current CUDA stream; iteration waits for them.
 
-    decided: True if the GPU has sampled the token of every row itself (greedy, or temperature without top-k, top-p or
-    penalties), so that the host need not read any logits."""
+    Attributes:
+        vocabulary: Number of vocabulary entries, V.
+        decided: True if the GPU has sampled the token of every row itself (greedy, or temperature without top-k, top-p
+            or penalties), so that the host need not read any logits.
+    """
 
     def __init__(
         self, logits_RV: torch.Tensor, draws: Sequence[Draw], operations: ModuleType, buffers: Sequence[torch.Tensor]
@@ -37,7 +40,7 @@ class DeviceLogits:
         class."""
         self._logits, self._draws = logits_RV, draws
         self.decided = all(draw.decides and not draw.ranked for draw in draws)
-        rows, size = logits_RV.shape
+        rows, self.vocabulary = logits_RV.shape
         staged, used = (each[: 3 * rows].view(3, rows) for each in buffers)
         staged.copy_(torch.tensor([each[:3] for each in draws], dtype=torch.float64).T)
         used.copy_(staged, non_blocking=True)
@@ -46,14 +49,18 @@ class DeviceLogits:
         self._ranked = torch.empty(rows, 0), torch.empty(rows, 0, dtype=torch.int64)  # values and tokens [R, K]
         if most := max(draw.ranked for draw in draws):
             above = max(32, 1 << most.bit_length())  # more than `most`, if not capped, so that ties are seen
-            values, tokens = logits_RV.topk(min(size, MAX_RANKED, above))
+            values, tokens = logits_RV.topk(min(self.vocabulary, MAX_RANKED, above))
             self._ranked = values.to("cpu", non_blocking=True), tokens.to("cpu", non_blocking=True)
         self._copied = torch.cuda.current_stream(logits_RV.device).record_event() if logits_RV.is_cuda else None
 
     def copy_tokens_to(self, tokens: torch.Tensor) -> None:
         """Queue a copy of the token IDs that the GPU has sampled into `tokens`, int32 [R] for R output rows, the input
         of the runner's next step. Allowed only if `decided` is true, as the next step overwrites the logits."""
-        tokens.copy_(self._drawn_R.int().clamp_(0, self._logits.shape[1] - 1))  # undefined if logits are NaN
+        tokens.copy_(self._drawn_R.int().clamp_(0, self.vocabulary - 1))  # undefined if logits are NaN
+
+    def copy_row(self, row: int) -> Logits:
+        """Return a copy of the logits [V] of the output row with the index `row` in host memory."""
+        return self._logits[row].cpu().numpy()
 
     def wait(self) -> None:
         """Block the host until the results of the kernel `summarize_logits` have been copied to host memory."""
@@ -68,25 +75,26 @@ class DeviceLogits:
             order = np.lexsort((tokens, -values))  # equal logits by token ID
             values, tokens = (np.take_along_axis(each, order, 1) for each in (values, tokens))
         for row, draw in enumerate(self._draws):
-            yield DeviceRow(self._logits, row, draw, figures[row], (values[row], tokens[row]))
+            yield DeviceRow(self, row, draw, figures[row], (values[row], tokens[row]))
 
 
 class DeviceRow(LogitRow):
     """Logits of one output row (a token whose logits are wanted) on a GPU. Any value that is not in `figures` or
     `ranked` is read from a copy of the row in host memory, which is made at most once.
 
-    logits_RV: logits of all output rows, float32. row: index of this row. draw: sampling inputs, such as the
-    temperature, with which the GPU computed the figures. figures: [7], summary of the row by
-    `device_operations.summarize_logits` (most likely token, its logit, softmax denominators, drawn token ...). ranked:
-    (values float32 [K], token IDs int64 [K]) of the K highest logits, in descending order, equal logits by token ID; K
-    may be 0."""
+    logits: logits of all output rows; a view of this row would take longer to make than this object. row: index of this
+    row. draw: sampling inputs, such as the temperature, with which the GPU computed the figures. figures: [7], summary
+    of the row by `device_operations.summarize_logits` (most likely token, its logit, softmax denominators, drawn token
+    ...). ranked: (values float32 [K], token IDs int64 [K]) of the K highest logits, in descending order, equal logits
+    by token ID; K may be 0."""
 
     def __init__(
-        self, logits_RV: torch.Tensor, row: int, draw: Draw, figures: Sequence[float],
+        self, logits: DeviceLogits, row: int, draw: Draw, figures: Sequence[float],
         ranked: tuple[Logits, npt.NDArray[np.int64]],
     ) -> None:  # fmt: skip
         """Store references; no logits are copied yet. Arguments: see the class."""
-        self._device_V, self._draw, self._figures, self.size = logits_RV[row], draw, figures, logits_RV.shape[1]
+        self._all, self._row, self.size = logits, row, logits.vocabulary
+        self._draw, self._figures = draw, figures
         self.best, self.highest = int(figures[0]), np.float32(figures[1])
         self._host_V: Logits | None = None
         self._values, self._tokens = ranked
@@ -98,7 +106,7 @@ class DeviceRow(LogitRow):
     def on_host(self) -> Logits:
         """Return a copy of the logits [V] in host memory; must not be modified. The copy is made at the first call."""
         if self._host_V is None:
-            self._host_V = self._device_V.cpu().numpy()
+            self._host_V = self._all.copy_row(self._row)
         return self._host_V
 
     def logit(self, token: int) -> float:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from meshwright.comm.mesh import Mesh
-from meshwright.kernels.device_attention import Pair, Scores, Tiles
+from meshwright.kernels.device_attention import AttentionSettings, Pair, Tiles
 from meshwright.kernels.operations import BLOCK_TOKENS
 from meshwright.model import layers as modules
 from meshwright.model.axis_operations import AxisOperations
@@ -24,6 +24,7 @@ from meshwright.model.experts import Mixture
 from meshwright.model.latent_attention import LatentAttention
 from meshwright.model.loss import cap_logits_
 from meshwright.model.transformer import Transformer
+from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.planner.serving.device_ledger import SCRATCH_BYTES
 from meshwright.serving.device_layers import DeviceLayers, prepare_parameters
 from meshwright.serving.device_logits import DeviceLogits
@@ -38,15 +39,33 @@ from meshwright.spec.block_tables import block_tables, find_cached_shape
 from meshwright.spec.rope_scaling import Temperature
 
 
+class StepSizes(NamedTuple):
+    """Sizes of a step, from which its kernel launches follow.
+
+    Attributes:
+        tokens: Number of tokens, those of padding included.
+        tiles: Number of attention tiles.
+        rows: Number of output rows (tokens whose logits are wanted).
+        context: Maximum number of keys of a sequence.
+        decoding: True if every sequence has one token.
+    """
+
+    tokens: int
+    tiles: int
+    rows: int
+    context: int
+    decoding: bool = False
+
+
 class DeviceRunner:
     """Runner of serving steps on a GPU: computes one rank's pipeline stage with Triton kernels. It implements the
     interface `Runner`; `instruction_set` is the GPU's name, `version` the versions of torch and Triton.
 
-    weights: reader of this rank's weights. mesh: gives the device and the axes tp and pp. dtype: dtype of parameters
-    and KV cache. limits: sizes of KV pool and buffers. operations: the module `device_operations`, or one with the same
-    functions. batch_invariant: True: the bits of a sequence's results do not depend on the rest of the batch. False,
-    which is faster: torch chooses the kernels of matrix products by the number of tokens, and attention tiles are
-    smaller in steps of decode tokens alone. graphs: True: capture decode steps as CUDA graphs.
+    weights: reader of this rank's weights. mesh: gives the device and the axes tp, pp, and ep inside tp. dtype: dtype
+    of parameters and KV cache. limits: sizes of KV pool and buffers. operations: the module `device_operations`, or one
+    with the same functions. batch_invariant: True: the bits of a sequence's results do not depend on the rest of the
+    batch. False, which is faster: torch chooses the kernels of matrix products by the number of tokens, and attention
+    tiles are smaller in steps of decode tokens alone. graphs: True: capture decode steps as CUDA graphs.
     """
 
     def __init__(
@@ -60,12 +79,14 @@ class DeviceRunner:
         self._tensor = OrderedTensorParallel(mesh)
         self.instruction_set = torch.cuda.get_device_name(self._device) if torch.cuda.is_available() else "cpu"
         self.version = f"torch {torch.__version__}, {operations.VERSION}" + ", batch-invariant" * batch_invariant
-        axes = AxisOperations(tensor=self._tensor)
+        # A dispatcher makes each rank hold whole experts. No token is sent: every tp rank has all tokens.
+        dispatcher = AllToAllTokenDispatcher(mesh.ep, mesh.etp) if mesh.layout.expert_parallel else None
+        axes = AxisOperations(tensor=self._tensor, dispatcher=dispatcher)
         self._model = Transformer(self.config, axes=axes, device=self._device, dtype=dtype, stages=[self._stage])
         self._model.requires_grad_(False).eval()
         weights.load_into(self._model, dtype)
         self._dtype = dtype
-        self._layers = DeviceLayers(self.config, operations, self._tensor, batch_invariant)
+        self._layers = DeviceLayers(self.config, operations, self._tensor, batch_invariant, weights.first_expert)
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
         prepare_parameters(self._model, self.config, kv_heads)
         tables = make_position_tables(self.config, self._stage.layers, limits.max_length, self._device)
@@ -140,7 +161,9 @@ class DeviceRunner:
                 if hidden is not None:
                     x_TH = self._zeros(size, self.config.hidden, dtype=self._dtype)
                     x_TH[:tokens] = torch.from_numpy(hidden)
-                found = self.compute((size, tiles, size if decoding else rows), decoding, x_TH)
+                longest = int(batch.context.max())
+                sizes = StepSizes(size, tiles, size if decoding else rows, longest, decoding)
+                found = self.compute(sizes, x_TH)
             if not self._stage.last:
                 return found[:tokens].float().cpu().numpy()
             if not rows:
@@ -150,17 +173,17 @@ class DeviceRunner:
             draws = [each.prepare_draw(position) for each, position in batch.outputs()]
             return DeviceLogits(found[:rows], draws, self._operations, (staged_draws, self._draws))
 
-    def compute(self, counts: tuple[int, int, int], decoding: bool, x_TH: torch.Tensor | None = None) -> torch.Tensor:
+    def compute(self, sizes: StepSizes, x_TH: torch.Tensor | None = None) -> torch.Tensor:
         """Compute this rank's pipeline stage for the batch in the device's buffers, without a host synchronization. The
         last stage returns the logits of the R output rows (tokens whose logits are wanted), float32 [R, V]; any other
-        stage the hidden states [T, H]. counts: (number of tokens, number of attention tiles, number of output rows).
-        decoding: True if every sequence has one token. x_TH: hidden states of the previous stage; None on the first."""
-        tokens, tiles, rows = counts
+        stage the hidden states [T, H]. sizes: sizes of the step. x_TH: hidden states of the previous stage; None on the
+        first."""
+        tokens, tiles, rows, context, decoding = sizes
         number = self._numbers
         lines = self._attention.count_rows(decoding or self._invariant)
         many = 1 if decoding else lines // self._attention.padded
         given = [
-            Tiles(number[3:6, :tiles], many, lines, number[1], number[6 + table], self._tables[:, table])
+            Tiles(number[3:6, :tiles], many, lines, number[1], number[6 + table], self._tables[:, table], context)
             for table in range(len(self._block_tables.windows))
         ]
         model, delta_TH = self._model, None
@@ -171,7 +194,7 @@ class DeviceRunner:
                 x_TH = x_TH + model.positions(number[1, :tokens].clamp(max=self.config.max_positions - 1))
         for layer in self._stage.layers:
             block = model.layers[layer]
-            parts, x_TH = self._layers.norm_product(block.attention_norm, x_TH, delta_TH, block.attention.qkv)
+            parts, x_TH = self._layers.apply_norm_and_linear(block.attention_norm, x_TH, delta_TH, block.attention.qkv)
             delta_TH = self._layers.apply_post_norm(
                 block.attention_post_norm, self._attend(block.attention, parts, layer, given)
             )
@@ -180,7 +203,7 @@ class DeviceRunner:
             else:
                 mlp: modules.FeedForward = block.mlp
                 swiglu = mlp.gated and mlp.activation == "silu"
-                up_TF, x_TH = self._layers.norm_product(block.mlp_norm, x_TH, delta_TH, mlp.up, swiglu=swiglu)
+                up_TF, x_TH = self._layers.apply_norm_and_linear(block.mlp_norm, x_TH, delta_TH, mlp.up, swiglu=swiglu)
                 if not swiglu:
                     up_TF = self._layers.activate(up_TF, mlp.activation, mlp.gated)
                 delta_TH = self._layers.linear(mlp.down, up_TF)
@@ -193,7 +216,7 @@ class DeviceRunner:
         if not decoding:
             x_TH, delta_TH = (each.index_select(0, number[2, :rows]) for each in (x_TH, delta_TH))
         head = model.embedding if model.head is None else model.head
-        local_RV, _ = self._layers.norm_product(model.final_norm, x_TH, delta_TH, head, dtype=torch.float32)
+        local_RV, _ = self._layers.apply_norm_and_linear(model.final_norm, x_TH, delta_TH, head, dtype=torch.float32)
         if self.config.logit_softcap is not None:
             cap_logits_(local_RV, self.config.logit_softcap)
         return self._tensor.gather(local_RV, "head.output", dim=1)[:, : self.config.vocabulary]
@@ -225,8 +248,8 @@ class DeviceRunner:
         projection, [T, H]. attention: the layer's module. parts: result of its projection `qkv` for T tokens. layer:
         index of the layer. given: for each block table, the step's attention tiles."""
         (table, place), config, operations = self._block_tables.layers[layer], self.config, self._operations
-        turn, window, softcap = config.layer_positions(layer), config.layer_window(layer), config.attention_softcap
-        cache, tiles, rotation = self._cache[place], given[table], self._rotations[turn]
+        positions, window, softcap = config.layer_positions(layer), config.layer_window(layer), config.attention_softcap
+        cache, tiles, rotation = self._cache[place], given[table], self._rotations[positions]
         if isinstance(attention, LatentAttention):
             return self._attend_latent(attention, parts, cache, tiles, rotation)
         norms, epsilon = None, config.norm_epsilon
@@ -240,10 +263,10 @@ class DeviceRunner:
         if rotated := config.layer_rotated_norm(layer):
             weight = parts.new_full((config.head_dim,), rotated[0], dtype=torch.float32)  # no rounding of the scale
             norms, epsilon = (weight, weight), rotated[1]
-        alone = isinstance(turn, Temperature)
-        operations.rotate_and_store(parts, cache, tiles, rotation, norms, epsilon, alone)
-        scores = Scores(config.score_scale, softcap or 0.0, attention.sinks, window, config.window_chunks)
-        return self._layers.linear(attention.output, operations.attend(parts, cache, tiles, scores, *self._scratch))
+        queries_only = isinstance(positions, Temperature)
+        operations.rotate_and_store(parts, cache, tiles, rotation, norms, epsilon, queries_only)
+        settings = AttentionSettings(config.score_scale, softcap or 0.0, attention.sinks, window, config.window_chunks)
+        return self._layers.linear(attention.output, operations.attend(parts, cache, tiles, settings, *self._scratch))
 
     def _attend_latent(
         self, attention: LatentAttention, parts: torch.Tensor, cache: torch.Tensor, tiles: Tiles, rotation: Pair
@@ -264,8 +287,9 @@ class DeviceRunner:
         operations = self._operations
         operations.multiply_heads(q_TND[:, :, :plain], up_NOR[:, :plain].mT, wide_TNC[:, :, : latent.rank])
         operations.rotate_and_store_latent(parts, q_TND, wide_TNC, cache[0], tiles, rotation, norm)
-        scores = Scores(self.config.score_scale, key_only=latent.rotary_dim, groups=self._attention.groups)
-        found = operations.attend(wide_TNC.flatten(1), cache, tiles, scores, *self._scratch)
+        scale, groups = self.config.score_scale, self._attention.groups
+        settings = AttentionSettings(scale, key_only=latent.rotary_dim, groups=groups)
+        found = operations.attend(wide_TNC.flatten(1), cache, tiles, settings, *self._scratch)
         out_TNV = q.new_empty(tokens, heads, latent.value_dim)
         operations.multiply_heads(found.unflatten(1, (heads, -1)), up_NOR[:, plain:], out_TNV)
         return self._layers.linear(attention.output, out_TNV.flatten(1))
@@ -289,17 +313,20 @@ class DeviceRunner:
             first_I = torch.arange(0, tokens, most, dtype=torch.int32, device=self._device)
             numbers[3, : len(first_I)] = first_I
             numbers[4, : len(first_I)] = (tokens - first_I).clamp(max=most)
-            self.compute((tokens, len(first_I), self._limits.logits), False, None if x_TH is None else x_TH[:tokens])
+            longest = self._limits.max_length
+            sizes = StepSizes(tokens, len(first_I), self._limits.logits, longest)
+            self.compute(sizes, None if x_TH is None else x_TH[:tokens])
             numbers[3].copy_(torch.arange(numbers.shape[1]))
             numbers[4].fill_(1)
             for size in reversed(self._sizes):
+                sizes = StepSizes(size, size, size, longest, decoding=True)
                 for _ in range(2):
-                    found = self.compute((size, size, size), True, None if x_TH is None else x_TH[:size])
+                    found = self.compute(sizes, None if x_TH is None else x_TH[:size])
                 if whole:
                     torch.cuda.synchronize(self._device)
                     graph = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graph, pool=pool):
-                        found = self.compute((size, size, size), True)
+                        found = self.compute(sizes)
                     pool = graph.pool()
                     self._graphs[size] = graph, found
             if self._stage.last:

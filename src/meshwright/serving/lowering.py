@@ -94,11 +94,6 @@ class Lowering:
             tensor=TensorParallel(mesh.tp, sequence_parallel=False),
             dispatcher=AllToAllTokenDispatcher(mesh.ep, mesh.etp) if mesh.layout.expert_parallel else None,
         )
-        self._first_expert = 0
-        if axes.dispatcher is not None:
-            # Later blocks of ep x etp ranks hold copies of the same experts, which must not add to the sum again.
-            copies = mesh.tp.rank >= mesh.ep.size * mesh.etp.size
-            self._first_expert = self.config.experts if copies else mesh.ep.rank * (self.config.experts // mesh.ep.size)
         self._first_token = mesh.tp.rank * -(-self.config.vocabulary // mesh.tp.size)
         self._model = Transformer(self.config, axes=axes, device="meta", stages=[self._stage])
         self._names = {id(module): name for name, module in self._model.named_modules()}
@@ -240,7 +235,7 @@ class Lowering:
                 (config.activation, config.swiglu_limit or 0.0, config.swiglu_alpha),
                 "logits" if config.routed_input else config.router, biases, router_bias, config.normalise_choice,
                 config.routed_scale, (config.expert_groups, config.groups_per_token), config.routed_input,
-                self._first_expert, accumulate=added,
+                self._weights.first_expert, accumulate=added,
             )
         )  # fmt: skip
         if mixture.shared is not None:

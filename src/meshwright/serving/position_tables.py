@@ -17,10 +17,10 @@ def make_position_tables(config: ModelConfig, layers: range, length: int, device
     the cosines, and the sines are 0. Pairs: those of a head's features, unrotated pairs at the angle 0; with latent
     attention those of the rotary key."""
     found: PositionTables = {}
-    for turn in dict.fromkeys(map(config.layer_positions, layers)):
-        if turn is not None:
-            cosine, sine = make_table(turn, torch.float32, None).look_up(None, 0, length, device)
+    for settings in dict.fromkeys(map(config.layer_positions, layers)):
+        if settings is not None:
+            cosine, sine = make_table(settings, torch.float32, None).look_up(None, 0, length, device)
             pair = cosine[0, 0], torch.zeros_like(cosine[0, 0]) if sine is None else sine[0, 0]
             cosine, sine = (each.expand(-1, config.rotary_dim // 2).clone() for each in pair)
-            found[turn] = (cosine, sine) if config.latent else pad_pairs((cosine, sine), config.head_dim)
+            found[settings] = (cosine, sine) if config.latent else pad_pairs((cosine, sine), config.head_dim)
     return found

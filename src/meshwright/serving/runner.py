@@ -71,13 +71,11 @@ def build_runner(plan: RankPlan, mesh: Mesh) -> Runner:
 
 
 def _build_device_runner(weights: RankWeights, mesh: Mesh, plan: RankPlan) -> Runner:
-    """Build the runner for a GPU. weights: reader of this rank's weights. mesh: gives the device and the axes tp and
-    pp. plan: settings, of which dtype, sizes and `batch_invariant` are used. Raises UserError if the dtype or the
-    layout is not supported on GPUs, or Triton is missing."""
+    """Build the runner for a GPU. weights: reader of this rank's weights. mesh: gives the device and the axes tp, pp
+    and ep. plan: settings, of which dtype, sizes and `batch_invariant` are used. Raises UserError if the dtype is not
+    supported on GPUs, or Triton is missing."""
     if plan.dtype not in DEVICE_DTYPES:
         raise UserError(f"dtype {plan.dtype}: on a GPU serving takes {', '.join(DEVICE_DTYPES)}")
-    if mesh.layout.expert_parallel:
-        raise UserError(f"ep{mesh.ep.size}: expert parallelism is not supported on GPUs yet; tp splits each expert")
     try:
         from meshwright.kernels import device_operations
     except ModuleNotFoundError as error:

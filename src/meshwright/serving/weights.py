@@ -45,6 +45,8 @@ class RankWeights:
     Attributes:
         config: Configuration of the model.
         stage: Pipeline stage of this rank.
+        first_expert: Index of the first routed expert that this rank computes; the number of experts if none, as an
+            earlier tensor-parallel rank computes all experts that this rank holds.
     """
 
     def __init__(self, directory: Path, mesh: Mesh) -> None:
@@ -58,11 +60,13 @@ class RankWeights:
         self._files = open_weights(directory)
         self._names = match_entries(self._files, table, self.config)
         self._buffers: dict[str, tuple[FlatLayout, PlacedTensor]] = {}  # of each model parameter, and its place there
-        coordinates = mesh.layout.coordinates(mesh.rank)
+        layout, coordinates = mesh.layout, mesh.layout.coordinates(mesh.rank)
+        repeats = layout.expert_parallel and coordinates["tp"] >= layout.ep * layout.etp
+        self.first_expert = self.config.experts if repeats else coordinates["ep"] * (self.config.experts // layout.ep)
         needed = {name for unit in list_stage_units(table, self.stage) for name in table.needed_by(unit)}
         for unit in (unit for unit in table.units if unit in needed):
-            for part in table.unit_buffers(unit, mesh.layout):
-                flat = make_flat_layout(table, unit, 1, mesh.layout, coordinates, part)
+            for part in table.unit_buffers(unit, layout):
+                flat = make_flat_layout(table, unit, 1, layout, coordinates, part)
                 self._buffers |= {placed.tensor.name: (flat, placed) for placed in flat.tensors}
 
     def __iter__(self) -> Iterator[str]:

@@ -241,12 +241,10 @@ class ModelConfig:
         """
         if self.positions != "rope":
             return None
-        if self.latent is None and self.rotary_fraction == 1.0 and self.head_dim % 2:
+        if self.latent is None and self.head_dim % 2:
             return f"head_dim {self.head_dim} must be even: rotary positions rotate pairs of features"
-        if not 0 < self.rotary_fraction <= 1 or self.rotary_dim < 2 or self.rotary_dim % 2:
-            return (
-                f"rotary_fraction {self.rotary_fraction:g} of head_dim {self.head_dim} must be an even number above 0"
-            )
+        if not 0 < self.rotary_fraction <= 1 or self.rotary_dim < 2:
+            return f"rotary_fraction {self.rotary_fraction:g} of head_dim {self.head_dim} must be 1 to {self.head_dim}"
         scaling = self.rope_scaling
         if scaling is not None and scaling.kind == "longrope":
             for name in ("short_factors", "long_factors"):
@@ -340,7 +338,12 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Number of features of a head that rotary positions rotate."""
+        """Number of features of a head that rotary positions rotate, rounded up to whole pairs."""
+        return self._rotation_size + self._rotation_size % 2
+
+    @property
+    def _rotation_size(self) -> int:
+        """Number of rotated features of a head from which the wavelengths follow."""
         return int(self.head_dim * self.rotary_fraction) if self.latent is None else self.latent.rotary_dim
 
     def layer_rotation(self, layer: int) -> Rotation | None:
@@ -348,8 +351,8 @@ class ModelConfig:
         if self.positions != "rope" or layer in self.unrotated_layers:
             return None
         if self.window_rope_theta is not None and self.layer_window(layer) is not None:
-            return Rotation(self.rotary_dim, self.window_rope_theta)
-        return Rotation(self.rotary_dim, self.rope_theta, self.rope_scaling)
+            return Rotation(self._rotation_size, self.window_rope_theta)
+        return Rotation(self._rotation_size, self.rope_theta, self.rope_scaling)
 
     def layer_temperature(self, layer: int) -> Temperature | None:
         """Return the position-dependent factor on the queries of the layer with index `layer`; None if the queries have

@@ -80,12 +80,18 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Rotary positions of a layer. size: number of rotated features of a head. theta: base of the wavelengths. scaling:
-    RoPE scaling method; None: no scaling."""
+    """Rotary positions of a layer. size: number of rotated features of a head, from which the wavelengths follow; if it
+    is odd, the next feature is rotated too, as in transformers. theta: base of the wavelengths. scaling: RoPE scaling
+    method; None: no scaling."""
 
     size: int
     theta: float
     scaling: RopeScaling | None = None
+
+    @property
+    def pairs(self) -> int:
+        """Number of pairs of features that are rotated together."""
+        return (self.size + 1) // 2
 
     @property
     def attention_scale(self) -> float:

@@ -295,7 +295,7 @@ class _Forward:
             frequencies = torch.where(self.lengths_BS[..., None, None] > trained, long, frequencies)
         scale = rotation.scaling.attention_scale if rotation.scaling else 1.0
         angles = self.positions_BS[..., None, None] * frequencies
-        turned, kept = x_BSND[..., : rotation.size], x_BSND[..., rotation.size :]
+        turned, kept = x_BSND[..., : 2 * rotation.pairs], x_BSND[..., 2 * rotation.pairs :]
         interleaved = self.config.rotary_interleaved
         first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
         product = torch.complex(first, second) * torch.polar(torch.full_like(angles, scale), angles)

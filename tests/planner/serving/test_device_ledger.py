@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from meshwright.collectives.nccl_buffers import estimate_buffer_bytes
 from meshwright.layout import Layout
 from meshwright.planner.serving.device_ledger import CONTEXT_BYTES, SCRATCH_BYTES, device_ledger
 from meshwright.planner.serving.ledger import ServingSizes, serving_ledger
@@ -30,6 +31,25 @@ def test_tensor_parallel_ranks_split_weights_and_blocks_and_capture_no_graphs():
     assert 2 * (half.weights - norms) == whole.weights - norms
     assert 2 * half.kv_block == whole.kv_block
     assert half.communication == 2 * 512 * 4096 * 2 and half.logits == 4 * 256 * 3 * 128256
+
+
+def test_buffers_of_nccl_are_part_of_the_slack():
+    """Of tensor-parallel ranks: stages exchange host tensors, and the outputs of experts are summed over tp."""
+    config = replace(preset("mixtral-tiny"), experts=4)
+    texts = ("tp1", "tp2", "pp2", "tp2 pp2", "tp2 ep2", "tp2 dp2")
+    found = {text: device_ledger(config, Layout.parse(text), SIZES).stages[0].slack for text in texts}
+    buffers = estimate_buffer_bytes(Layout(tp=2), 2)
+    assert found["tp1"] == found["pp2"] < CONTEXT_BYTES + 128 * MIB
+    assert buffers == 2 * 24 * 14 * MIB  # two connections of 24 channels
+    for text in ("tp2", "tp2 pp2", "tp2 ep2", "tp2 dp2"):
+        assert buffers + CONTEXT_BYTES < found[text] < buffers + CONTEXT_BYTES + 128 * MIB
+
+
+def test_experts_of_expert_parallel_ranks_have_their_full_width():
+    config = replace(preset("mixtral-tiny"), experts=4, intermediate=4096, expert_intermediate=4096)
+    split, whole = (device_ledger(config, Layout.parse(text), SIZES).stages[0] for text in ("tp2", "tp2 ep2"))
+    assert split.weights == whole.weights
+    assert whole.slack - split.slack == SIZES.token_budget * config.experts_per_token * 2 * 3 * 4096 // 2
 
 
 def test_heads_are_not_padded_on_a_gpu():

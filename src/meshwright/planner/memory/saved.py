@@ -46,7 +46,7 @@ def position_tables(config: ModelConfig, sequence: int, parameter_dtype: str = "
     list is empty for models without rotary positions. parameter_dtype: torch's type name."""
     dtype, found = element_types(parameter_dtype)["wide"], list[Allocation]()
     for rotation in config.rotations(range(config.layers)):
-        shape = 1 << (sequence - 1).bit_length(), rotation.size // 2
+        shape = 1 << (sequence - 1).bit_length(), rotation.pairs
         size = math.prod(shape) * ITEM_BYTES[dtype]
         found += [Allocation("workspace", f"rotation.table.{part}", shape, dtype, size) for part in ("cosine", "sine")]
     return found
@@ -136,7 +136,7 @@ def _shared_by_layers(batch: MicroBatch, stage: Stage) -> Iterator[SavedTensor]:
     if batch.masked or batch.layout.cp > 1:
         for number, rotation in enumerate(config.rotations(stage.layers)):
             for part in ("cosine", "sine"):
-                shape = batch.rows if batch.masked else 1, 1, batch.tokens, rotation.size // 2
+                shape = batch.rows if batch.masked else 1, 1, batch.tokens, rotation.pairs
                 yield SavedTensor(f"rotation.{part}{number or ''}", shape, "wide")
     kinds = [layer_kind(config, layer) for layer in stage.layers]
     windows = {kind.window or 0: kind for kind in kinds}

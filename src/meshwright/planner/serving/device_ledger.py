@@ -5,6 +5,7 @@ Matrices lie as in the checkpoint, all parameters in one dtype.
 
 from __future__ import annotations
 
+from meshwright.collectives.nccl_buffers import estimate_buffer_bytes
 from meshwright.layout import Layout
 from meshwright.planner.serving.ledger import RankLedger, ServingLedger, ServingRank, ServingSizes, build_ledger
 from meshwright.spec.attention_tiles import AttentionSizes
@@ -12,8 +13,8 @@ from meshwright.spec.block_tables import count_blocks
 from meshwright.spec.config import ModelConfig
 
 CONTEXT_BYTES = 2**30
-"""Bytes of each GPU for CUDA context, loaded kernels, workspaces of cuBLAS and NCCL and rounding by the allocator.
-Estimated; the first two take 0.74 GiB on an H100 (`bench/results/gpu_serving.json`)."""
+"""Bytes of each GPU for CUDA context, loaded kernels, workspaces of cuBLAS and rounding by the allocator. Estimated;
+the first two take 0.74 GiB on an H100 (`bench/results/gpu_serving.json`)."""
 SCRATCH_BYTES = 64 * 2**20
 """Bytes of the partial results of one kernel launch, unless one tile needs more; more tiles take several launches."""
 SPLIT_COLUMNS = 2 * 256 * 64
@@ -29,12 +30,13 @@ def device_ledger(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> S
 def _rank_ledger(rank: ServingRank) -> RankLedger:
     """Return the GPU memory ledger of one rank, in bytes by item."""
     kv_block, tp = rank.kv_block(), rank.layout.tp
+    # Only tp uses NCCL: pipeline stages exchange host tensors, and the outputs of experts are summed over tp.
     return RankLedger(
         weights=rank.item * sum(numel for _, numel in rank.parameters), packed=0,
         workspace=_workspace_bytes(rank) + kv_block,  # the last block is the padding's
         logits=_logits_bytes(rank) if rank.stage.last else 0,
         communication=tp * rank.sizes.token_budget * rank.config.hidden * rank.item if tp > 1 else 0,
-        slack=CONTEXT_BYTES + _activation_bytes(rank), kv_block=kv_block,
+        slack=CONTEXT_BYTES + _activation_bytes(rank) + estimate_buffer_bytes(Layout(tp=tp), tp), kv_block=kv_block,
     )  # fmt: skip
 
 
@@ -72,9 +74,8 @@ def _activation_bytes(rank: ServingRank) -> int:
         widths = [2 * (latent.query_rank or 0) + latent.cached_dim + rank.heads * of_head]
     for mixed in {config.has_experts(layer) for layer in range(config.layers)}:
         if mixed:  # of each chosen expert: input, up and gate, their product, output in both orders and float32
-            chosen = config.experts_per_token * (
-                hidden + 3 * -(-config.expert_intermediate // tp) + (2 + 4 // item) * hidden
-            )
+            width = -(-config.expert_intermediate // (1 if rank.layout.expert_parallel else tp))
+            chosen = config.experts_per_token * (hidden + 3 * width + (2 + 4 // item) * hidden)
             sums = 3 * (4 // item) * hidden  # of the experts' outputs, in float32
             widths.append(chosen + 3 * config.shared_intermediate // tp + sums)
         else:
