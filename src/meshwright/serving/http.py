@@ -124,8 +124,9 @@ class HttpApp:
         if endpoint is not None and request.method in methods:
             return endpoint
         allow = {"allow": ", ".join(methods)}
-        status, reason, headers = (405, "Method Not Allowed", allow) if method else (404, "Not Found", None)
-        raise ApiError(status, f"{request.method} {path[:200]}: {reason}", code="not_found", headers=headers)
+        status, reason, headers = (405, "method not allowed", allow) if method else (404, "not found", None)
+        code = reason.replace(" ", "_")
+        raise ApiError(status, f"{request.method} {path[:200]}: {reason}", code=code, headers=headers)
 
     def _check_queue(self, path: str, ticket: Ticket) -> None:
         """Raise ApiError if the engine's queue is so full that it would refuse even the shortest request. Do nothing
