@@ -76,13 +76,12 @@ def build_job(body: GenerationBody, prompts: Prompts, model: str, name: str) -> 
     stop = StopRule.parse(body.stop, body.include_stop_str_in_output)
     deadline = None if body.timeout is None else time.time() + body.timeout
     choices: list[Choice] = []
-    for tokens, echo in inputs:
-        for number in range(body.n):
-            request = Request(
-                f"{name}:{next(_numbers)}", tuple(tokens), sampling, choice=number, priority=body.priority,
-                deadline=deadline, cache_salt=body.cache_salt,
-            )  # fmt: skip
-            choices.append(Choice(len(choices), request, prompts, stop, echo))
+    for (tokens, echo), number in itertools.product(inputs, range(body.n)):
+        request = Request(
+            f"{name}:{next(_numbers)}", tuple(tokens), sampling, choice=number, priority=body.priority,
+            deadline=deadline, cache_salt=body.cache_salt,
+        )  # fmt: skip
+        choices.append(Choice(len(choices), request, prompts, stop, echo))
     names = {"id": name, "model": model, "seed": sampling.seed}
     formatter = dict(GENERATION.values())[type(body)](body, prompts, names)
     return Job(choices, formatter, body.stream)
