@@ -51,6 +51,7 @@ class FakeEngine:
     Attributes:
         step_seconds: Time of a token; None: none ever comes.
         refusal: Answer of `admit`.
+        max_requests: Requests that run and wait, at most.
         running: Requests that were submitted and have neither ended nor been cancelled.
         tickets: Those that were refused, with a key.
         requests: All requests ever submitted, in order.
@@ -63,6 +64,7 @@ class FakeEngine:
         self.properties: Mapping[str, Any] = {"layout": "dp1", "instruction_set": "none"}
         self.step_seconds: float | None = 0.0
         self.refusal: Refusal | None = None
+        self.max_requests = 576
         self.running: set[str] = set()
         self.requests: list[Request] = []
         self.tickets: list[Ticket] = []

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,8 @@ from meshwright.serving.gate import HttpSettings
 from meshwright.serving.http import HttpApp
 from meshwright.serving.prompts import Prompts
 from meshwright.serving.protocol.bodies import Body, CompletionBody, DetokenizeBody
+from meshwright.serving.protocol.errors import ApiError
+from meshwright.serving.protocol.jobs import build_job
 from meshwright.serving.request import Output, Request
 from meshwright.serving.waiting_line import Refusal
 from tests.serving.fake_engine import FakeEngine, ServedApp, make_prompts, wait_until
@@ -278,6 +281,8 @@ def test_model_and_engine_are_described(http: httpx.Client, client: openai.OpenA
         ({"prompt": [True]}, "prompt"),
         ({"prompt": ["a"] * 1025}, "prompt"),
         ({"prompt": ["a"] * 20, "n": 100}, "n"),
+        ({"prompt": ["a"] * 577}, "n"),  # more than the engine runs and queues: no retry could succeed
+        ({"prompt": [1, 10**6]}, "prompt"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": "1"}, "temperature"),
         ({"top_p": 0}, "top_p"),
@@ -292,6 +297,7 @@ def test_model_and_engine_are_described(http: httpx.Client, client: openai.OpenA
         ({"logprobs": 21}, "logprobs"),
         ({"stop": ["x"] * 33}, "stop"),
         ({"stop": ""}, "stop"),
+        ({"stop_token_ids": [10**6]}, "stop_token_ids"),
         ({"stop": "x" * 129}, "stop"),
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
         ({"logit_bias": {"100000": 1}}, "logit_bias"),
@@ -337,6 +343,18 @@ def test_error_says_only_what_is_wrong(http: httpx.Client, path: str, body: dict
     answer = http.post(f"/v1/{path}", json=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["message"], error["code"]) == (400, message, code)
+
+
+def test_tokens_of_all_prompts_and_choices_are_limited(tmp_path: Path):
+    body = CompletionBody.model_validate({"prompt": [[5] * 20_000] * 8, "n": 128})
+    with pytest.raises(ApiError, match="at most 16,777,216") as caught:
+        build_job(body, make_prompts(tmp_path, max_length=2**20), "m", "id")
+    assert caught.value.param == "n"
+
+
+def test_length_is_named_as_the_body_names_it(http: httpx.Client):
+    error = http.post("/completion", json={"prompt": "a", "n_predict": 512}).json()["error"]
+    assert error["param"] == "n_predict" and error["message"].endswith("n_predict is 512")
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ def test_document_lists_all_fields_that_are_read(client: TestClient, path: str):
     described = document["components"]["schemas"][content["$ref"].rpartition("/")[2]]["properties"]
     model = MODELS[path]
     assert set(described) == {field.alias or name for name, field in model.model_fields.items()}
+    assert described.get("model", {"enum": ["m", None]}) == {"enum": ["m", None]}  # requests made from it are answered
 
 
 def test_document_lists_429_for_all_but_health_checks(client: TestClient):

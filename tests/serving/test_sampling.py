@@ -217,6 +217,6 @@ def test_invalid_option_is_named(options: dict, message: str):
 def test_token_outside_vocabulary_is_named():
     with pytest.raises(UserError, match="logit_bias: token ID 500 should be less than 500"):
         Sampling(logit_bias={3: 1.0, 500: 1.0}).check_vocabulary(500)
-    with pytest.raises(UserError, match="stop_tokens: token ID 501"):
+    with pytest.raises(UserError, match="stop_token_ids: token ID 501"):
         Sampling(stop_tokens=frozenset([501])).check_vocabulary(500)
     Sampling(logit_bias={499: 1.0}).check_vocabulary(500)

@@ -176,6 +176,7 @@ def test_errors_before_a_rank_starts(stories: Path, tmp_path: Path, command_line
             ([stories, "--memory", "1MiB"], "one request of 512 tokens does not fit"),
             ([stories, "--memory", "900TiB"], "are available now"),
             ([stories, "--max-length", 0], "--max-length 0"),
+            ([stories, "--token-budget", 0], "--token-budget: 0 is not in the range"),
             ([stories, "--max-sequences", 99, "--token-budget", 9], "--max-sequences 99"),
             ([stories, "--api-key-file", empty_keys], "has no key"),
             ([stories, "--api-key-file", tmp_path], "cannot be read"),

@@ -195,6 +195,13 @@ def test_due_client_refused_for_tokens_gets_same_retry_after(line: WaitingLine, 
         assert refusal == Refusal("tokens", 1.25 * 3)
 
 
+def test_request_of_more_tokens_than_the_limit_waits_for_an_empty_queue(line: WaitingLine, clock: Clock):
+    queue = QueueForecast(4, partial(repeat, 40, 2), 380, float)
+    assert line.admit(Ticket(b"a"), 2, 300, queue) == Refusal("tokens", 1.25 * 2)
+    clock.now = 2.5
+    assert line.admit(Ticket(b"a"), 2, 300, QueueForecast(2, partial(repeat, 40, 0), 300, float)) is None
+
+
 def test_returning_client_is_counted_when_it_would_be_late(line: WaitingLine, clock: Clock):
     """Otherwise returning clients were counted before absent ones, and the share would be overestimated."""
     ask(line, b"gone")

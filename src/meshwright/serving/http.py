@@ -78,7 +78,7 @@ class HttpApp:
             "/ready": lambda _: self._report_state("ready"),
             "/metrics": lambda _: Response(self.metrics.format_page(), media_type=PROMETHEUS),
         }
-        document = describe_api({path: body for path, (body, _) in (GENERATION | plain).items()}, list(gets))
+        document = describe_api(settings.model, {path: pair[0] for path, pair in (GENERATION | plain).items()}, gets)
         gets["/openapi.json"] = lambda _: document
         self._endpoints: dict[str, tuple[str, Endpoint]] = {path: ("GET", get) for path, get in gets.items()}
         for path, (body, _) in GENERATION.items():
@@ -124,8 +124,9 @@ class HttpApp:
         if endpoint is not None and request.method in methods:
             return endpoint
         allow = {"allow": ", ".join(methods)}
-        status, reason, headers = (405, "Method Not Allowed", allow) if method else (404, "Not Found", None)
-        raise ApiError(status, f"{request.method} {path[:200]}: {reason}", code="not_found", headers=headers)
+        status, reason, headers = (405, "method not allowed", allow) if method else (404, "not found", None)
+        message, code = f"{request.method} {path[:200]}: {reason}", reason.replace(" ", "_")
+        raise ApiError(status, message, code=code, headers=headers)
 
     def _check_queue(self, path: str, ticket: Ticket) -> None:
         """Raise ApiError if the engine's queue is so full that it would refuse even the shortest request. Do nothing

@@ -57,8 +57,8 @@ class ServingMetrics:
 
     def __init__(self, client: Replicas, model: str) -> None:
         """Register all metrics in a registry of their own; arguments: see the class."""
-        self._registry, self._model = CollectorRegistry(), model
-        self._registry.register(_EngineCollector(client, model))
+        self._registry, self._client, self._model = CollectorRegistry(), client, model
+        self._registry.register(self)
         self._histograms = {
             name: Histogram(PREFIX + name, text, ["model_name"], registry=self._registry, buckets=buckets).labels(model)
             for name, buckets, text in _HISTOGRAMS
@@ -66,9 +66,7 @@ class ServingMetrics:
         self._prompt_tokens = self._add_counter("prompt_tokens", "Prompt tokens of finished sequences.").labels(model)
         self._generation_tokens = self._add_counter("generation_tokens", "Tokens generated.").labels(model)
         self._ended = self._add_counter("request_success", "Sequences that ended, by reason.", "finished_reason")
-        self._refused = self._add_counter(
-            "requests_refused", "HTTP requests that were not queued, by the limit that was reached.", "reason"
-        )
+        self._refused = self._add_counter("requests_refused", "HTTP requests that were not queued, by limit.", "reason")
 
     def _add_counter(self, name: str, text: str, *labels: str) -> Counter:
         """Register and return the Prometheus counter `name` (without the common prefix) with the description `text`.
@@ -114,17 +112,9 @@ class ServingMetrics:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-
-class _EngineCollector:
-    """Prometheus collector of the figures of the engine `client`, one time series per replica (label `engine`). model:
-    value of the label `model_name`."""
-
-    def __init__(self, client: Replicas, model: str) -> None:
-        """Store the engine client and the label value."""
-        self._client, self._model = client, model
-
     def collect(self) -> Iterator[Metric]:
-        """Yield the engine's metrics with their present values, read from `Replicas.stats`."""
+        """Yield the engine's metrics with their present values, read from `Replicas.stats`, one time series per replica
+        (label `engine`). Called by the registry when the page is formatted."""
         labels, replicas = ["model_name", "engine"], []
         for number, stats in enumerate(self._client.stats()):
             usage = stats.get("held", 0) / max(sum(stats.get(state, 0) for state in _BLOCK_STATES), 1)

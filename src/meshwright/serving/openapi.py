@@ -33,42 +33,44 @@ _BODY_ERRORS = {
 _GENERATION_ERRORS = {"500": "The model computes NaN or infinite logits: `invalid_logits`"}
 
 
-def describe_api(posts: Mapping[str, type[Body]], gets: Iterable[str]) -> dict[str, Any]:
-    """Return the OpenAPI document of the server. `posts`: {path of a POST endpoint: model of its JSON body}; `gets`:
-    paths of GET endpoints."""
-    paths = {
-        path: {"get": _describe_operation(path, _ERRORS if path in OPEN_PATHS else _ERRORS | _CROWDED)} for path in gets
-    }
+def describe_api(name: str, posts: Mapping[str, type[Body]], gets: Iterable[str]) -> dict[str, Any]:
+    """Return the OpenAPI document of the server. `name`: name of the served model; `posts`: {path of a POST endpoint:
+    model of its JSON body}; `gets`: paths of GET endpoints."""
+    paths = {path: {"get": _describe_operation(path, _ERRORS)} for path in gets}
     for path, body in posts.items():
         generates = issubclass(body, GenerationBody)
-        errors = _ERRORS | _CROWDED | _BODY_ERRORS | (_GENERATION_ERRORS if generates else {})
-        operation = _describe_operation(path, errors)
+        operation = _describe_operation(path, _ERRORS | _BODY_ERRORS | (_GENERATION_ERRORS if generates else {}))
         operation["requestBody"] = {"required": True, "content": _describe_json_content(body.__name__)}
         if generates:
             operation["responses"]["200"]["content"]["text/event-stream"] = {}
         paths[path] = {"post": operation}
     _, schemas = models_json_schema([(body, "validation") for body in posts.values()], ref_template=_REFERENCE)
+    for schema in schemas["$defs"].values():
+        schema["properties"] |= {"model": {"enum": [name, None]}} if "model" in schema["properties"] else {}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Meshwright", "version": __version__},
         "paths": paths,
         "components": {
-            "schemas": {**schemas["$defs"], "Error": _ERROR},
+            "schemas": {**schemas["$defs"], "Error": _ERROR, "ModelName": {"enum": [name]}},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"key": []}],
     }
 
 
-def _describe_operation(path: str, errors: Mapping[str, str]) -> dict[str, Any]:
-    """Return the OpenAPI operation object for `path`, without a request body. `errors`: {HTTP status: description}."""
+def _describe_operation(path: str, errors: dict[str, str]) -> dict[str, Any]:
+    """Return the OpenAPI operation object for `path`, without a request body. `errors`: {HTTP status: description},
+    without that of too many requests, which health checks never get."""
     media, kind = ("text/plain", "string") if path == "/metrics" else ("application/json", "object")
     good = {"description": "The answer", "content": {media: {"schema": {"type": kind}}}}
     error = _describe_json_content("Error")
-    bad = {status: {"description": text, "content": error} for status, text in errors.items()}
+    texts = errors | ({} if path in OPEN_PATHS else _CROWDED)
+    bad = {status: {"description": text, "content": error} for status, text in texts.items()}
     operation: dict[str, Any] = {"operationId": path.strip("/"), "responses": {"200": good, **bad}}
     if "{model}" in path:
-        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+        schema = {"$ref": _REFERENCE.format(model="ModelName")}
+        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": schema}]
     return operation
 
 

@@ -85,8 +85,9 @@ class Sampling:
             _require(count is None or count >= 0, name, count, "0 or more")
 
     def check_vocabulary(self, size: int) -> None:
-        """Raise UserError if `logit_bias` or `stop_tokens` name a token ID outside a vocabulary of `size` tokens."""
-        for name, tokens in (("logit_bias", self.logit_bias), ("stop_tokens", self.stop_tokens)):
+        """Raise UserError if `logit_bias` or `stop_tokens` (the API's `stop_token_ids`) have a token ID outside a
+        vocabulary of `size` tokens."""
+        for name, tokens in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_tokens)):
             if (highest := max(tokens, default=0)) >= size:
                 raise UserError(f"{name}: token ID {highest} should be less than {size}, the model's vocabulary")
 

@@ -80,7 +80,7 @@ class ServeOptions(TypedDict, total=False):
     memory: str | None
     max_length: int | None
     max_sequences: int | None
-    token_budget: int | None
+    token_budget: int
     host: str
     port: int
     served_model_name: str | None
@@ -243,7 +243,7 @@ def _check_model(
     if info is not None:
         rendezvous.check_world_size(info, reading)
         hosts = info.ranks // (info.host_ranks or info.ranks)
-    budget, sequences = options.get("token_budget") or StepSettings().tokens, options.get("max_sequences")
+    budget, sequences = options.get("token_budget", StepSettings().tokens), options.get("max_sequences")
     sequences = min(StepSettings().sequences, budget) if sequences is None else sequences
     threads = options.get("threads") or choose_threads(reading.world_size // hosts)
     steps = StepSettings(budget, sequences, threads=threads)

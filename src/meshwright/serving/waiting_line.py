@@ -174,9 +174,9 @@ class WaitingLine:
         # A place that is due may be its own even at a first attempt: some clients do not count attempts.
         place = next((each for each in same if not ticket.first_attempt or now >= each.due - EARLY_SECONDS), None)
         due = place is not None and now >= place.due - EARLY_SECONDS
-        reason, seconds = self._find_limit(queue, 0.0 if due else self._count_expected_before(place))
+        reason, seconds = self._find_limit(queue, tokens, 0.0 if due else self._count_expected_before(place))
         if due and reason:  # the engine is slower than predicted: places before it come first
-            _, seconds = self._find_limit(queue, self._count_expected_before(place))
+            _, seconds = self._find_limit(queue, tokens, self._count_expected_before(place))
         if place is not None and due and (reason or requests):
             place.returned = True
         if not reason:
@@ -201,17 +201,18 @@ class WaitingLine:
             self._set_expected(place, True)
         return Refusal(reason, min(wait, LONGEST_SECONDS))
 
-    def _find_limit(self, queue: QueueForecast, ahead: float) -> tuple[str, float]:
-        """Find the limit in `QueueLimits` that the queue would exceed with a new request. Return (name of the limit,
-        predicted seconds until the request could be queued); ("", 0.0) if no limit would be exceeded.
+    def _find_limit(self, queue: QueueForecast, tokens: int, ahead: float) -> tuple[str, float]:
+        """Find the limit in `QueueLimits` that the queue would exceed with a new HTTP request. Return (name of the
+        limit, predicted seconds until the request could be queued); ("", 0.0) if no limit would be exceeded. A request
+        with more tokens than the limit is queued if no other request waits.
 
-        queue: state of the queue with the new request. ahead: expected number of engine requests of clients in the
-        waiting line that come before the new request."""
+        queue: state of the queue with the new HTTP request. tokens: its prompt tokens. ahead: expected number of engine
+        requests of clients in the waiting line that come before it."""
         if queue.waiting <= 0:
             return "", 0.0
         over = math.ceil(queue.waiting + ahead) - self._limits.requests
         reason = "requests" if over > 0 else ""
-        excess = queue.tokens + ahead * self._tokens / max(1, len(self._numbers)) - self._limits.tokens
+        excess = queue.tokens + ahead * self._tokens / max(1, len(self._numbers)) - max(tokens, self._limits.tokens)
         if excess > 0:
             reason = reason or "tokens"
             freed = itertools.accumulate(queue.prompts())

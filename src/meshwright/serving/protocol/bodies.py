@@ -391,10 +391,10 @@ def _make_field_error(error: ValidationError) -> ApiError:
 
 
 def make_option_error(error: UserError, model: type[Body]) -> ApiError:
-    """Convert an error of a parsed body to an ApiError (400); a field of `model` that begins its message is `param`."""
-    message = str(error)
-    if isinstance(error, PromptTooLong):
-        param = next((name for name in ("prompt", "messages") if name in model.model_fields), None)
-        return ApiError(400, message, param=param, code="context_length_exceeded")
-    word = message.split(maxsplit=1)[0].rstrip(":") if message else ""
-    return ApiError(400, message, param=word if word.partition("[")[0] in model.model_fields else None)
+    """Convert an error of a parsed body to an ApiError (400). `param` is the field of `model` that begins its message,
+    else the field of the input: an error that names no field is about the prompt, the conversation or the tokens."""
+    word, fields = str(error).partition(" ")[0].rstrip(":"), model.model_fields
+    source = next((name for name in ("prompt", "messages", "tokens") if name in fields), None)
+    param = word if word.partition("[")[0] in fields else source
+    code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+    return ApiError(400, str(error), param=param, code=code)

@@ -16,6 +16,8 @@ from meshwright.serving.protocol.llama_cpp import LlamaFormatter
 from meshwright.serving.request import Request
 from meshwright.serving.waiting_line import Ticket
 
+MAX_TOKENS = 2**24  # of all prompts x n of one HTTP request
+
 GENERATION: dict[str, tuple[type[GenerationBody], type[AnswerFormatter]]] = {
     "/v1/completions": (CompletionBody, CompletionFormatter),
     "/v1/chat/completions": (ChatBody, ChatFormatter),
@@ -59,25 +61,27 @@ def build_job(body: GenerationBody, prompts: Prompts, model: str, name: str) -> 
     room = max(prompts.max_length - longest, 0)
     max_tokens = min(body.default_tokens or room, room) if body.max_tokens is None else body.max_tokens
     if longest + max_tokens > prompts.max_length:
+        option = type(body).model_fields["max_tokens"].alias or "max_tokens"
         raise ApiError(
             400,
-            f"the maximum length is {prompts.max_length} tokens: the prompt has {longest}, max_tokens is {max_tokens}",
-            param="max_tokens" if longest <= prompts.max_length else "prompt",
+            f"the maximum length is {prompts.max_length} tokens: the prompt has {longest}, {option} is {max_tokens}",
+            param=option if longest <= prompts.max_length else "prompt",
             code="context_length_exceeded",
         )
+    if sum(len(tokens) for tokens, _ in inputs) * body.n > MAX_TOKENS:
+        raise ApiError(400, f"n: the tokens of all prompts x n should be at most {MAX_TOKENS:,}", param="n")
     ends = prompts.chat_ends if isinstance(body, ChatBody) else prompts.ends
     sampling = body.to_sampling(ends, max_tokens, score_prompt=inputs[0][1] is not None)
     sampling.check_vocabulary(prompts.vocabulary)
     stop = StopRule.parse(body.stop, body.include_stop_str_in_output)
     deadline = None if body.timeout is None else time.time() + body.timeout
     choices: list[Choice] = []
-    for tokens, echo in inputs:
-        for number in range(body.n):
-            request = Request(
-                f"{name}:{next(_numbers)}", tuple(tokens), sampling, choice=number, priority=body.priority,
-                deadline=deadline, cache_salt=body.cache_salt,
-            )  # fmt: skip
-            choices.append(Choice(len(choices), request, prompts, stop, echo))
+    for (tokens, echo), number in itertools.product(inputs, range(body.n)):
+        request = Request(
+            f"{name}:{next(_numbers)}", tuple(tokens), sampling, choice=number, priority=body.priority,
+            deadline=deadline, cache_salt=body.cache_salt,
+        )  # fmt: skip
+        choices.append(Choice(len(choices), request, prompts, stop, echo))
     names = {"id": name, "model": model, "seed": sampling.seed}
     formatter = dict(GENERATION.values())[type(body)](body, prompts, names)
     return Job(choices, formatter, body.stream)
