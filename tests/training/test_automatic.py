@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,25 @@ def test_planner_chooses_among_all_layouts_of_the_machine(measured: Path):
     refuse(layout, config_of(recipe)[0], 8, 64, 4)
     assert len(said) == 1 and str(layout) in said[0] and "the fastest of" in said[0]
     assert Layout.parse(search_fastest_layout(recipe, 2, said.append)).world_size == 2  # as many as were started
+
+
+def test_planner_prices_the_teacher_of_a_distillation(measured: Path, tmp_path: Path):
+    """A teacher of six layers of four times the width computes much more than the student of four layers."""
+    teacher = {
+        "model_type": "llama", "vocab_size": 257, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6,
+        "num_attention_heads": 4, "num_key_value_heads": 4,
+    }  # fmt: skip
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps(teacher))
+    predicted = []
+    for more in ({}, {"distill": {"teacher": str(tmp_path / "teacher")}}):
+        said: list[str] = []
+        layout = search_fastest_layout(Recipe.from_tables(TABLES | more), None, said.append)
+        seconds = re.search(r"([\d.e-]+) s a step", said[0])
+        assert seconds is not None and layout in said[0]
+        predicted.append(float(seconds[1]))
+    alone, distilled = predicted
+    assert distilled > 3 * alone
 
 
 def test_unmeasured_machine_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

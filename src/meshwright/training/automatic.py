@@ -8,9 +8,7 @@ from dataclasses import replace
 from meshwright.errors import UserError
 from meshwright.launcher.rank_threads import compute_layer_flops
 from meshwright.layout import Layout
-from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.hardware.cluster import Cluster, cluster, this_machine
-from meshwright.planner.models import config_of
 from meshwright.planner.search.estimate import problem_of
 from meshwright.planner.search.search import search
 from meshwright.recipe import Recipe
@@ -29,12 +27,7 @@ def search_fastest_layout(recipe: Recipe, ranks: int | None, log: Callable[[str]
     `ranks` processes, or two if `ranks` is None. `UserError` if there is no hardware profile or no layout fits.
     """
     where = _find_devices(recipe, ranks, log if probe else None)
-    config, assumed = config_of(recipe)
-    problem = problem_of(
-        config, where, sequence=recipe.data.sequence, batch=recipe.train.batch, optimizer=recipe.train.optimizer,
-        compile=recipe.train.compile, engine=ENGINES["meshwright"].overlapped(recipe.train.tensor_overlap, where.kind),
-    )  # fmt: skip
-    found = search(replace(problem, pairs=recipe.objective != "next-token", assumed=assumed), 1)
+    found = search(problem_of(recipe, where), 1)
     if not found.best:
         raise UserError(
             f'layout = "auto": none of {found.searched:,} layouts fits into the memory of {where.name} '

@@ -11,11 +11,12 @@ from meshwright.layout import Layout
 from meshwright.planner.cost.blocks import layer_operations, prediction_operations
 from meshwright.planner.cost.communication import ProcessGroups
 from meshwright.planner.cost.engines import ENGINES
+from meshwright.planner.cost.layer_times import LayerTimes
 from meshwright.planner.cost.micro_batch import MicroBatch
-from meshwright.planner.cost.rates import Collectives
+from meshwright.planner.cost.rates import Collectives, Rates
 from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.memory.rank_memory import memory_of
-from meshwright.planner.problem import Problem
+from meshwright.planner.problem import Problem, StageCandidate
 from meshwright.spec.work import prediction_flops
 from tests.planner.cost.operation_sums import total_flops
 
@@ -55,6 +56,19 @@ def test_module_of_multi_token_prediction_is_priced_with_its_flops():
     added = total_flops(prediction_operations(batch, True), "forward")
     assert added == pytest.approx(prediction_flops(CONFIG, SEQUENCE) * SEQUENCE, rel=1e-6) and added > layer
     assert prediction_operations(replace(batch, config=replace(CONFIG, prediction_layers=0)), True) == []
+
+
+def test_other_engines_compute_the_logits_of_both_heads_once():
+    """Only the engine `meshwright` may compute logits again in the backward, those of the head and of the module."""
+    layout = Layout.parse("dp2048 zero1 ep64 fp8")
+    problem = Problem(CONFIG, cluster("2048xh800"), SEQUENCE, BATCH, ENGINE, precision="fp8")
+    for engine, times in (("hai-llm", 0), ("megatron-core", 0), ("meshwright", 2)):
+        compute = (
+            LayerTimes(replace(problem, engine=ENGINES[engine]), [StageCandidate(layout, 1)]).last[:, :, 0].sum(axis=1)
+        )
+        logits = 2 * CONFIG.vocabulary * CONFIG.hidden * SEQUENCE / Rates.of(problem.cluster, "fp8").wide_product
+        again, kept = compute[:, 0]
+        assert again - kept == pytest.approx(times * logits, rel=0.02, abs=1e-6), engine
 
 
 def test_bidirectional_pipelines_hold_micro_batches_of_one_stage_each():

@@ -137,6 +137,16 @@ def test_torchtitan_peaks_match_publication(layout: str, devices: int, batch: in
     assert held == pytest.approx(gib, rel=0.08)
 
 
+def test_logits_are_whole_on_every_rank_where_the_loss_gathers_them() -> None:
+    """KempnerForge gathers them over tp (in 16 bits), and its loss holds six more bytes of each; Megatron-Core's
+    stay sharded."""
+    tokens, vocabulary = 2 * 4096, preset("llama-3-8b").vocabulary
+    for engine, ranks in (("kempnerforge", 1), ("megatron-core", 4)):
+        one = plan("llama-3-8b", "8xh100-sxm", "dp2 tp4", sequence=4096, batch=4, engine=engine).best
+        (logits,) = (item.bytes for item in one.memory.items if item.name == "logits")
+        assert logits == tokens * vocabulary * (2 + ENGINES[engine].loss_holds) / ranks, engine
+
+
 @pytest.mark.parametrize(
     ("model", "layout", "devices", "batch", "gib"),
     [

@@ -82,7 +82,7 @@ ADAPTERS: dict[str, list[dict[str, Any]]] = {
     "qwen3-tiny": [{"targets": ("layers.1.mlp.up_proj", "*layers.2.*")}],
     "gpt2-tiny": [{}],
     "qwen2-moe-tiny": [{}, {"targets": ("q_proj",)}, {"targets": ("*.experts.*.up_proj", "*.experts.*.down_proj")}],
-    "mixtral-tiny": [{"targets": ("w1", "w2", "w3")}],
+    "mixtral-tiny": [{"targets": ("w1", "w2", "w3")}, {"kind": "dora", "targets": ("w1", "w2", "w3")}],
 }
 
 
@@ -93,8 +93,10 @@ def test_saved_activations_with_adapter_match_prediction(name: str) -> None:
     for settings, (layout, dtype, stages, stage) in itertools.product(ADAPTERS[name], shapes):
         config = dataclasses.replace(model(name), adapter=AdapterConfig(rank=4, **settings))
         case = Case(config, layout, dtype=dtype, stages=stages, stage=stage)
-        unexpected, missing = difference(watch(case))
+        found = watch(case)
+        unexpected, missing = difference(found)
         assert not unexpected and not missing, (case, unexpected, missing)
+        assert all(isinstance(each.bytes, int) for each in found.predicted), case
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "mixtral-tiny"])

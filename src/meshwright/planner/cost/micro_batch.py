@@ -32,11 +32,12 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 
 
 
 class Adapted(NamedTuple):
-    """A linear layer with an adapter. layer: name of its operator, such as "attention.qkv". shares: one number for each
-    adapted matrix in the layer (such as q and v in qkv): the fraction of the layer's outputs that the matrix makes."""
+    """A linear layer with an adapter. layer: name of its operator, such as "attention.qkv". outputs: number of output
+    features of the layer. matrices: numbers of output features of its adapted matrices, such as q and v in qkv."""
 
     layer: str
-    shares: tuple[float, ...]
+    outputs: int
+    matrices: tuple[int, ...]
 
 
 class LayerKind(NamedTuple):
@@ -90,8 +91,8 @@ def _adapted_layers(config: ModelConfig) -> dict[int, tuple[Adapted, ...]]:
                 for tensor in (tensors[f"{module}.weight"], second)
             )
             outputs = sum(entry.model_shape[0] for entry in whole)
-            shares = tuple(entry.model_shape[0] / outputs for entry in adapted)
-            found[int(layer)] = (*found.get(int(layer), ()), Adapted(operator, shares))
+            matrices = tuple(entry.model_shape[0] for entry in adapted)
+            found[int(layer)] = (*found.get(int(layer), ()), Adapted(operator, outputs, matrices))
     return found
 
 
