@@ -203,7 +203,7 @@ class Measured:
         found: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type in _RECORDS:
+            if str(field.type) in _RECORDS:
                 found[field.name] = [_table(each) for each in value]
             elif value is not None:
                 found[field.name] = dict(value) if isinstance(value, tuple) else value
@@ -289,11 +289,11 @@ def _record(kind: Any, table: Mapping[str, Any], where: str = "") -> Any:
         if field.type == "Curve":
             values[field.name] = Curve(*(_read_numbers(table[key], key) for key in ("bytes", "seconds")))
         elif field.default is MISSING or field.name in table:
-            value, name, inner = table[field.name], f"{where}{field.name}", _RECORDS.get(field.type)
-            if inner is None:
-                values[field.name] = _READERS[field.type](value, name)
+            value, name, text = table[field.name], f"{where}{field.name}", str(field.type)
+            if text in _RECORDS:
+                values[field.name] = tuple(_record(_RECORDS[text], each, f"{name}.") for each in value)
             else:
-                values[field.name] = tuple(_record(inner, each, f"{name}.") for each in value)
+                values[field.name] = _READERS[text](value, name)
     return kind(**values)
 
 
