@@ -6,8 +6,7 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.planner.cost.micro_batch import ITEM_BYTES
-from meshwright.planner.memory.ledger import DTYPES, STORED
+from meshwright.planner.cost.micro_batch import DTYPES, ITEM_BYTES
 from meshwright.planner.memory.states import flats_of, list_states
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import ParameterTable, parameter_table
@@ -38,7 +37,7 @@ def describe_placement(config: ModelConfig, layout_text: str, dtype: str, sequen
         raise UserError(f'layout "{layout}": it has {layout.world_size:,} ranks; at most {MAX_RANKS:,} are listed')
     refuse(layout, config, batch=layout.dp * layout.micro_batches, planning=True)
     precision = layout.precision or PRECISION_OF.get(dtype, "bf16")
-    kept = DTYPES[STORED.get(precision, precision)]
+    kept = DTYPES[precision]
     table = parameter_table(config)
     partition = Partition.of(program_for(layout, config, sequence), config, table, sequence)
     places = [_describe_stage(partition, layout, at, kept) for at in range(layout.pp)]

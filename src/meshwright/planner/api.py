@@ -150,9 +150,8 @@ def plan(
     check_options(plan, options, PlanOptions)
     recipe = find_recipe(model)
     parsed = Layout.parse(layout) if isinstance(layout, str) else layout
-    top, adapter = options.get("top", 5), options.get("adapter")
+    top, adapter, compile = options.get("top", 5), options.get("adapter"), options.get("compile")
     texts = {name: options.get(name) for name in ("precision", "optimizer")}
-    compile = options.get("compile")
     for name, value, fits, expected in (
         *((name, value, isinstance(value, str | None), "text") for name, value in texts.items()),
         ("layout", parsed, isinstance(parsed, Layout | None), "a layout or its notation"),
@@ -169,13 +168,9 @@ def plan(
     own = None  # layout that the recipe names
     if recipe is not None and parsed is None and recipe.layout != "auto":
         own = recipe.parsed_layout
-    precision = (parsed.precision if parsed else None) or options.get("precision")
-    problem = problem_of(
-        model if recipe is None else recipe, cluster, sequence=sequence, batch=batch,
-        engine=options.get("engine", "meshwright"), compile=compile, optimizer=options.get("optimizer"),
-        precision=precision or (own.precision if own else None), documents=options.get("documents", 1.0),
-        reserve=options.get("reserve", 0),
-    )  # fmt: skip
+    given: Any = {name: value for name, value in options.items() if name in ProblemOptions.__annotations__}
+    given["precision"] = (parsed and parsed.precision) or given.get("precision") or (own and own.precision)
+    problem = problem_of(recipe or model, cluster, sequence=sequence, batch=batch, **given)
     if parsed is not None:
         return Plan(problem, (estimate_layout(problem, parsed),))
     found = search(problem, top)

@@ -13,6 +13,7 @@ from meshwright.planner.cost.engines import ENGINES, Engine
 from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.refuse import refuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,15 @@ class Problem:
         be planned, and for encoders."""
         config = self.config
         return config.planning_only is not None or config.encoder or self.engine.name != "meshwright"
+
+    def accepts(self, layout: Layout) -> bool:
+        """Return True if training accepts the layout. For models and engines that can only be planned, return True if
+        the layout is possible for the model."""
+        try:
+            refuse(layout, self.config, self.batch, self.sequence, planning=self.only_planned)
+        except UserError:
+            return False
+        return True
 
 
 def parse_reserve(value: str | float, device_bytes: float) -> float:

@@ -25,7 +25,15 @@ from meshwright.comm.mesh import Mesh
 from meshwright.launcher.host_memory import read_machine_memory
 from meshwright.layout import Layout
 from meshwright.planner.hardware.machine_profile import processor_name
-from meshwright.planner.hardware.measured import CollectiveCurve, Curve, KernelCurve, Measured, Products, ReferenceStep
+from meshwright.planner.hardware.measured import (
+    CollectiveCurve,
+    CopyCurve,
+    Curve,
+    KernelCurve,
+    Measured,
+    Products,
+    ReferenceStep,
+)
 from meshwright.probe.communication import OPERATIONS, compute_slowest_median, make_axes, time_collective
 from meshwright.probe.compare import compute_ratios, find_slow
 from meshwright.probe.disk import measure_disk
@@ -258,9 +266,9 @@ def _time_collectives(mesh: Mesh, plan: MeasurementPlan, log: Callable[[str], No
     return found
 
 
-def _time_copies(device: torch.device, plan: MeasurementPlan) -> list[tuple[str, Curve]]:
-    """Time copies between pinned host memory and a GPU at the plan's sizes. Return for each direction (name, curve of
-    seconds over bytes), where the name is "to-device" or "to-host"; an empty list on CPUs."""
+def _time_copies(device: torch.device, plan: MeasurementPlan) -> list[CopyCurve]:
+    """Time copies between pinned host memory and a GPU at the plan's sizes. Return a curve for each direction,
+    "to-device" and "to-host"; an empty list on CPUs."""
     if device.type != "cuda":
         return []
     found = []
@@ -271,7 +279,7 @@ def _time_copies(device: torch.device, plan: MeasurementPlan) -> list[tuple[str,
             on_host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             target, source = (on_device, on_host) if name == "to-device" else (on_host, on_device)
             seconds.append(time_call(partial(target.copy_, source, non_blocking=True), device, plan.point_seconds))
-        found.append((name, Curve(tuple(map(float, plan.vector_bytes)), tuple(seconds))))
+        found.append(CopyCurve(name, Curve(tuple(map(float, plan.vector_bytes)), tuple(seconds))))
     return found
 
 

@@ -176,8 +176,9 @@ def format_summary(found: Mapping[str, Any], path: str) -> str:
         if ranks > 1 and copying_alone is not None:
             line += f" with all ranks busy; {copying_alone / _GIGA:.1f} GB/s alone"
         rows.append(("memory", line))
-    for name, curve in measured.copies:
-        rows.append((name.replace("-", " "), f"{curve.sizes[-1] / curve.seconds[-1] / _GIGA:.1f} GB/s"))
+    for copy in measured.copies:
+        rate = copy.curve.sizes[-1] / copy.curve.seconds[-1]
+        rows.append((copy.name.replace("-", " "), f"{rate / _GIGA:.1f} GB/s"))
     for each_collective in measured.collectives:
         curve = each_collective.curve
         where = f" {each_collective.place}" if hosts > 1 else ""

@@ -157,7 +157,7 @@ def test_device_table_defines_device(tmp_path: Path):
         ),
         ({"device": {"memory": 1}, "devices": 8}, 'device: unknown field "memory"; did you mean "memory_bytes"?'),
         ({"device": "tpu7x", "devices": 9216 * 2}, "across_gb_per_second is missing, and no published figure is known"),
-        ({"device": "h100-sxm", "devices": 8, "measured": {}}, "damaged (products is missing)"),
+        ({"device": "h100-sxm", "devices": 8, "measured": {}}, "damaged (backend is missing)"),
     ],
 )
 def test_invalid_cluster_is_one_line_with_suggestion(wanted: Any, line: str):

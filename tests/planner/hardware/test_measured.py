@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import tomllib
 from dataclasses import replace
@@ -10,7 +11,15 @@ from dataclasses import replace
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.planner.hardware.measured import CollectiveCurve, Curve, KernelCurve, Measured, Products, read
+from meshwright.planner.hardware.measured import (
+    CollectiveCurve,
+    CopyCurve,
+    Curve,
+    KernelCurve,
+    Measured,
+    Products,
+    read,
+)
 from meshwright.toml import format_toml
 
 SIZES = tuple(float(2**exponent) for exponent in range(10, 25, 2))
@@ -109,7 +118,7 @@ def example() -> Measured:
             KernelCurve("copy", "fp32", 1, 1, of_line(1e-6, 9e9)),
         ),
         collectives=(CollectiveCurve("all-reduce", 2, "inside", of_line(5e-5, 1e9)),),
-        copies=(("to-device", of_line(1e-5, 2e10)),),
+        copies=(CopyCurve("to-device", of_line(1e-5, 2e10)),),
         disk_write=1e9,
         starts=(("rank", 2.5), ("operation", 1e-6)),
     )
@@ -146,7 +155,7 @@ def test_measurements_are_selected_by_number_of_busy_ranks():
     ],
 )
 def test_damaged_file_error_names_the_place(path: tuple[object, ...], value: object, reason: str):
-    tables = example().tables()
+    tables = json.loads(json.dumps(example().tables()))
     inner = tables
     for step in path[:-1]:
         inner = inner[step]

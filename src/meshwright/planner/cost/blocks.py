@@ -132,37 +132,30 @@ def list_kernels(operators: Iterable[Operator]) -> list[Operation]:
 def _recomputed_operations(batch: MicroBatch, layer: list[Operation], mixed: bool) -> Iterator[Operation]:
     """Yield the forward kernels of a layer that activation checkpointing runs again in the backward. layer: all kernels
     of the layer; mixed: True if the layer's MLP is a mixture of experts."""
-    kind, engine = batch.layout.recompute, batch.engine
+    kind, engine, adapter = batch.layout.recompute, batch.engine, batch.config.adapter
     if kind == "none":
         return
     last = _last_product(batch, mixed) if engine.stops_early else None
     every_second = {"attention.qkv": batch.kv_heads / (batch.heads + 2 * batch.kv_heads), "attention.output": 1.0}
     every_second |= {"mlp.up": 0.5} if batch.config.gated else {}
+    low = adapter is not None and adapter.kind != "dora"
     if any(one.name == f"{last}.adapter.b" for one in layer):  # it comes after the base's product
-        last = None if batch.config.adapter and batch.config.adapter.kind == "dora" else f"{last}.adapter.b"
+        last = f"{last}.adapter.b" if low else None
     for one in layer:
         if one.phase != "forward":
             continue
-        core = one.kind == "attention" or one.name in _CORE
-        share: Number = 1.0
-        if kind == "full":
-            wanted = one.name != last
-        elif engine.selective == "core":
-            wanted = core or one.name == "attention.dropout"
-        elif engine.selective == "elementwise":
+        core, share = one.kind == "attention" or one.name in _CORE, every_second.get(one.name, False)
+        shares: dict[str, Number] = {  # of the kernel that is repeated; False: none
+            "core": core or one.name == "attention.dropout",
             # The result of ring attention came over the wire: it is kept.
-            wanted = (core and not batch.ring) or one.kind == "elementwise"
-            if batch.config.adapter and batch.config.adapter.kind != "dora":
-                wanted = wanted or one.name.endswith(".adapter.b")
-        elif engine.selective == "up-projections":
-            wanted = one.name.endswith(("norm", ".rotary", ".activation", "_up", "_up.cast"))
-        else:
-            wanted = one.kind in ("product", "elementwise")
-            if one.kind == "product":
-                share = every_second.get(one.name)
-                wanted = share is not None
-        if wanted:
-            yield one._replace(phase="recompute", flops=share * one.flops, bytes=share * one.bytes)
+            "elementwise": (core and not batch.ring) or one.kind == "elementwise"
+            or (low and one.name.endswith(".adapter.b")),
+            "up-projections": one.name.endswith(("norm", ".rotary", ".activation", "_up", "_up.cast")),
+            "every second product": share if one.kind == "product" else one.kind == "elementwise",
+        }  # fmt: skip
+        wanted = one.name != last if kind == "full" else shares[engine.selective]
+        if wanted is not False:
+            yield one._replace(phase="recompute", flops=wanted * one.flops, bytes=wanted * one.bytes)
 
 
 def _last_product(batch: MicroBatch, mixed: bool) -> str | None:

@@ -72,16 +72,11 @@ def count_flash_lines(batch: MicroBatch, heads: Number, length: Number, document
     return heads * (batch.rows * length + 128 * documents if documents else batch.rows * (-(-length // 128) * 128))
 
 
-def _attended(batch: MicroBatch) -> int:
-    """Return the mean number of tokens of a document."""
-    return max(1, round(batch.sequence / batch.documents))
-
-
 def _compute_seen(sizes: Dimensions) -> float:
     """Return the mean number of keys for which the attention kernel computes the scores of a query. A decoder's kernel
     skips masked keys; an encoder's kernel computes all keys and applies a mask."""
     batch, config = sizes.batch, sizes.batch.config
-    length = batch.sequence if config.encoder else _attended(batch)
+    length = batch.sequence if config.encoder else sizes["document"]
     return keys_per_token(length, sizes.kind.window, not config.encoder, config.window_chunks)
 
 
@@ -95,20 +90,6 @@ def keys_per_tile(sequence: int, tile: int, window: int | None) -> float:
         oldest = 0 if window is None else max(0, start - window + 1)
         total += (stop - start) * (stop - oldest)
     return total / sequence
-
-
-def _compute_tile_keys(sizes: Dimensions) -> float:
-    """Return the mean number of keys for which attention written in plain torch on an accelerator computes the scores
-    of a query: the keys to which any query of the same tile (block of queries) attends."""
-    seen = _attended(sizes.batch)
-    return keys_per_tile(seen, min(ACCELERATOR_TILE[0], seen), sizes.kind.window)
-
-
-def _count_tiles(sizes: Dimensions) -> Number:
-    """Return the number of tiles (blocks of queries) into which attention written in plain torch is split on an
-    accelerator, summed over heads and sequences."""
-    tiles_of_tokens = -(-sizes["tokens"] // min(ACCELERATOR_TILE[0], _attended(sizes.batch)))
-    return at_least(sizes["all_tokens heads tile_keys"] // ACCELERATOR_TILE[1], tiles_of_tokens)
 
 
 def _count_outputs(sizes: Dimensions, product: str) -> int:
@@ -135,10 +116,16 @@ FORMULAS: dict[str, Callable[[Dimensions], Number]] = {
         sizes.batch, sizes["core_heads"], sizes.batch.sequence,
         sizes.batch.varlen_documents if "varlen" in sizes.true else 0,
     ),
+    "document": lambda sizes: max(1, round(sizes.batch.sequence / sizes.batch.documents)),  # tokens, in the mean
     "seen": _compute_seen,
     "piece": lambda sizes: sizes["sequence"] / sizes["2 cp"] if sizes.batch.ring else sizes["sequence"],
-    "tile_keys": _compute_tile_keys,
-    "tiles": _count_tiles,
+    # Attention in plain torch on an accelerator: queries of a tile; keys to which any of them attends, in the mean;
+    # tiles, summed over heads and sequences.
+    "tile_queries": lambda sizes: min(ACCELERATOR_TILE[0], sizes["document"]),
+    "tile_keys": lambda sizes: keys_per_tile(sizes["document"], sizes["tile_queries"], sizes.kind.window),
+    "tiles": lambda sizes: at_least(
+        sizes["all_tokens heads tile_keys"] // ACCELERATOR_TILE[1], -(-sizes["tokens"] // sizes["tile_queries"])
+    ),
     "tile_lines": lambda sizes: sizes["all_tokens heads"] / sizes["tiles"],
     "tile_operands": lambda sizes: sizes["all_tokens heads head + all_tokens kv_heads head"] / sizes["tiles"],
     "latent_qkv": lambda sizes: _count_outputs(sizes, "qkv"),

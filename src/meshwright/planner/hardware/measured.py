@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cache
 from itertools import combinations
 from typing import Any, TypeVar
@@ -31,6 +31,13 @@ class Curve:
 
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` unless each size has its time and sizes are ascending."""
+        if len(self.sizes) != len(self.seconds) or not self.sizes:
+            raise ValueError(f"{len(self.sizes)} sizes, {len(self.seconds)} times")
+        if list(self.sizes) != sorted(set(self.sizes)):
+            raise ValueError("sizes are not ascending")
 
     def seconds_at(self, size: Any) -> Any:
         """Return the seconds of the measured operation on `size` bytes (a number or an array), interpolated between
@@ -60,6 +67,15 @@ class Products:
     threads: int
     shapes: Shapes
     seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` unless each shape has three sizes and its time, and the pass is known."""
+        if len(self.shapes) != len(self.seconds) or not self.shapes:
+            raise ValueError(f"{len(self.shapes)} shapes, {len(self.seconds)} times")
+        if any(len(shape) != 3 for shape in self.shapes):
+            raise ValueError("a shape is (tokens, out, in)")
+        if self.form not in FORMS:
+            raise ValueError(f'unknown form "{self.form}"')
 
     def seconds_at(self, tokens: Any, out: Any, inner: Any) -> Any:
         """Return the predicted seconds of a matrix product of a linear layer with `tokens` rows, `out` outputs and
@@ -109,12 +125,25 @@ class CollectiveCurve:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyCurve:
+    """Measured seconds of a copy between host and device. name: "to-device" or "to-host"; curve: seconds as a function
+    of the bytes copied."""
+
+    name: str
+    curve: Curve
+
+
+@dataclass(frozen=True, slots=True)
 class ReferenceStep:
     """Measured training step (forward, backward and gradient reductions) of the reference model. layout: layout of the
     step, in layout notation; seconds: its duration."""
 
     layout: str
     seconds: float
+
+    def __post_init__(self) -> None:
+        """Raise `UserError` unless the layout is valid notation."""
+        Layout.parse(self.layout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +156,7 @@ class Measured:
         products: Matrix products.
         passes: Memory-bound kernels.
         collectives: Collectives.
-        copies: Copies between host and device: (name, curve) with the names "to-device" and "to-host".
+        copies: Copies between host and device; none on CPUs.
         disk_write, disk_read: Bandwidths of the disk; None if not measured.
         starts: Start-up times and overheads, (name, seconds): "rank" (start of a process until it has its device),
             "meeting" (until all ranks have connected), "operation" (launch overhead of a tiny operation) ...
@@ -143,7 +172,7 @@ class Measured:
     products: tuple[Products, ...]
     passes: tuple[KernelCurve, ...]
     collectives: tuple[CollectiveCurve, ...] = ()
-    copies: tuple[tuple[str, Curve], ...] = ()
+    copies: tuple[CopyCurve, ...] = ()
     disk_write: float | None = None
     disk_read: float | None = None
     starts: tuple[tuple[str, float], ...] = ()
@@ -171,17 +200,15 @@ class Measured:
     def tables(self) -> dict[str, Any]:
         """Return the measurements as dictionaries, lists and numbers for a cluster file; `measured.read` is the
         inverse."""
-        found: dict[str, Any] = {"backend": self.backend, "ranks": self.ranks, "threads": self.threads}
-        found |= {key: value for key in _SINGLE if (value := getattr(self, key)) is not None}
-        found |= {"starts": dict(self.starts)}
-        found |= {"copies": [{"name": name, **_curve_table(curve)} for name, curve in self.copies]}
-        for kind in _RECORDS:
-            found[kind] = [_table(each) for each in getattr(self, kind)]
+        found: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if str(field.type) in _RECORDS:
+                found[field.name] = [_table(each) for each in value]
+            elif value is not None:
+                found[field.name] = dict(value) if isinstance(value, tuple) else value
         return found
 
-
-_RECORDS = {"products": Products, "passes": KernelCurve, "collectives": CollectiveCurve, "steps": ReferenceStep}
-_SINGLE = ("disk_write", "disk_read", "yardstick", "disturbed")
 
 _ITEM_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
@@ -227,24 +254,15 @@ def _nearest(measurements: list[_ByRanks], ranks: int) -> _ByRanks | None:
     return next((each for each in order if each.ranks >= ranks), order[-1] if order else None)
 
 
-def _curve_table(curve: Curve) -> dict[str, Any]:
-    """Return a curve as a table {"bytes": sizes, "seconds": seconds}."""
-    return {"bytes": [*curve.sizes], "seconds": [*curve.seconds]}
+# --- tables of a cluster file; a file that is read may be damaged
 
 
 def _table(record: Any) -> dict[str, Any]:
     """Return a measurement as a table for a cluster file: {field: number, text or list}. A field that is a curve is
     replaced by the keys `bytes` and `seconds`. record: the measurement."""
-    found: dict[str, Any] = {}
-    for field in fields(record):
-        value = getattr(record, field.name)
-        if isinstance(value, tuple):
-            value = [[*each] if isinstance(each, tuple) else each for each in value]
-        found |= _curve_table(value) if isinstance(value, Curve) else {field.name: value}
-    return found
-
-
-# --- read back, from a file that may be damaged
+    found = asdict(record)
+    curve = found.pop("curve", None)
+    return found if curve is None else found | {"bytes": curve["sizes"], "seconds": curve["seconds"]}
 
 
 def read(table: Any, where: str) -> Measured:
@@ -253,19 +271,8 @@ def read(table: Any, where: str) -> Measured:
     try:
         if not isinstance(table, Mapping):
             raise TypeError(f"it should be a table, not {table!r}")
-        single: dict[str, Any] = {key: read_number(table[key], key) for key in _SINGLE if key in table}
-        if "disturbed" in single:
-            single["disturbed"] = min(single["disturbed"], 0.9)
-        lists = {name: table[name] if name in _NEEDED else table.get(name, ()) for name in _RECORDS}
-        records: dict[str, Any] = {
-            name: tuple(_record(_RECORDS[name], each, name) for each in found) for name, found in lists.items()
-        }
-        return Measured(
-            read_text(table["backend"], "backend"), read_count(table["ranks"], "ranks"),
-            read_count(table["threads"], "threads"), **records, **single,
-            copies=tuple((read_text(each["name"], "copies"), _curve(each)) for each in table.get("copies", ())),
-            starts=tuple((name, read_number(value, name)) for name, value in table.get("starts", {}).items()),
-        )  # fmt: skip
+        found: Measured = _record(Measured, table)
+        return replace(found, disturbed=min(found.disturbed, 0.9)) if found.disturbed else found
     except KeyError as error:
         reason = f"{error.args[0]} is missing"
     except (TypeError, ValueError, AttributeError, UserError) as error:
@@ -273,45 +280,36 @@ def read(table: Any, where: str) -> Measured:
     raise UserError(f"{where}: the measurements are damaged ({reason}); run `meshwright probe` again")
 
 
-_NEEDED = ("products", "passes")
+def _record(kind: Any, table: Mapping[str, Any], where: str = "") -> Any:
+    """Parse a measurement, or all of a machine. kind: its dataclass; table: {field: value}, for a field that is a curve
+    the keys `bytes` and `seconds`; where: prefix of the names in errors. Raises `KeyError` for a missing field,
+    `ValueError` or `UserError` for an invalid value."""
+    values: dict[str, Any] = {}
+    for field in fields(kind):
+        if field.type == "Curve":
+            values[field.name] = Curve(*(_read_numbers(table[key], key) for key in ("bytes", "seconds")))
+        elif field.default is MISSING or field.name in table:
+            value, name, text = table[field.name], f"{where}{field.name}", str(field.type)
+            if text in _RECORDS:
+                values[field.name] = tuple(_record(_RECORDS[text], each, f"{name}.") for each in value)
+            else:
+                values[field.name] = _READERS[text](value, name)
+    return kind(**values)
+
+
+def _read_numbers(values: Any, name: str) -> tuple[float, ...]:
+    """Return a list of numbers above 0 as a tuple. Raises `UserError` for anything else; name: its key."""
+    return tuple(read_number(each, name) for each in values)
+
+
+_RECORDS = {
+    f"tuple[{kind.__name__}, ...]": kind for kind in (Products, KernelCurve, CollectiveCurve, CopyCurve, ReferenceStep)
+}
+"""Class of the measurements in a field of `Measured`, by the type of the field."""
 _READERS: dict[str, Callable[[Any, str], Any]] = {
-    "str": read_text, "int": read_count, "float": read_number,
-    "tuple[float, ...]": lambda value, name: tuple(read_number(each, name) for each in value),
+    "str": read_text, "int": read_count, "float": read_number, "float | None": read_number,
+    "tuple[float, ...]": _read_numbers,
     "Shapes": lambda value, name: tuple(tuple(read_count(size, name) for size in shape) for shape in value),
+    "tuple[tuple[str, float], ...]": lambda of, _: tuple((name, read_number(each, name)) for name, each in of.items()),
 }  # fmt: skip
 """Reader of a value by the type of its field."""
-
-
-def _record(kind: Any, table: Mapping[str, Any], name: str) -> Any:
-    """Parse one measurement of a cluster file. kind: its class, one of `_RECORDS`; table: {field: value}; name: of the
-    list that it is in. Raises `ValueError` or `UserError` for an unknown pass (`form`) or layout, or if shapes and
-    times differ in number."""
-    found = kind(
-        **{
-            field.name: _curve(table)
-            if field.type == "Curve"
-            else _READERS[str(field.type)](table[field.name], f"{name}.{field.name}")
-            for field in fields(kind)
-        }
-    )
-    if isinstance(found, Products):
-        if len(found.shapes) != len(found.seconds) or not found.shapes:
-            raise ValueError(f"{len(found.shapes)} shapes, {len(found.seconds)} times")
-        if any(len(shape) != 3 for shape in found.shapes):
-            raise ValueError("a shape is (tokens, out, in)")
-        if found.form not in FORMS:
-            raise ValueError(f'unknown form "{found.form}"')
-    elif isinstance(found, ReferenceStep):
-        Layout.parse(found.layout)
-    return found
-
-
-def _curve(each: Mapping[str, Any]) -> Curve:
-    """Parse a curve from a table with the keys `bytes` and `seconds`. Raises `ValueError` unless the bytes are
-    ascending."""
-    sizes, seconds = (_READERS["tuple[float, ...]"](each[key], key) for key in ("bytes", "seconds"))
-    if len(sizes) != len(seconds) or not sizes:
-        raise ValueError(f"{len(sizes)} sizes, {len(seconds)} times")
-    if list(sizes) != sorted(set(sizes)):
-        raise ValueError("sizes are not ascending")
-    return Curve(sizes, seconds)

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property, lru_cache
-from importlib import metadata, resources
+from importlib import resources
 from typing import Any, NamedTuple
 
 from meshwright.planner.cost.cached import cached_method
@@ -16,6 +16,7 @@ from meshwright.planner.cost.dimensions import Dimensions, element_bytes, layer_
 from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number
 from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.cost.tables import Item, holds, parse_tensor, select, select_items
+from meshwright.planner.hardware.machine_profile import torch_version
 from meshwright.planner.memory.inductor import Buffer, Kernel, KernelMemory, find_peak
 from meshwright.planner.memory.snapshot import Allocation, NamedSnapshot, activation, count_bytes, workspace
 from meshwright.planner.memory.temporaries import Pass, ring_backward, tiled_backward
@@ -70,10 +71,7 @@ def _read_tables() -> Mapping[str, Any]:
 
 def installed_torch() -> tuple[int, int] | None:
     """Return (major, minor) version of the installed torch, without importing it; None if there is none."""
-    try:
-        found = re.match(r"(\d+)\.(\d+)", metadata.version("torch"))
-    except metadata.PackageNotFoundError:
-        return None
+    found = re.match(r"(\d+)\.(\d+)", torch_version())
     return None if found is None else (int(found[1]), int(found[2]))
 
 

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypedDict, Unpack
 
+from meshwright.collectives.quantities import GIB
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import check_options, unknown
 from meshwright.planner.cost.dimensions import element_types
 from meshwright.planner.cost.engines import ENGINES, Engine
-from meshwright.planner.cost.micro_batch import MicroBatch, Routed, Starts
+from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch, Routed, Starts
 from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.memory.compiled_blocks import can_predict_compiled
 from meshwright.planner.memory.saved import position_tables, saved_activations
@@ -37,10 +38,8 @@ CATEGORIES = (
     *("parameters", "gradients", "optimizer", "activations", "communication", "logits", "workspace", "framework"),
     "unexplained",
 )
-DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-STORED = {"fp8": "bf16"}
-"""Precision of parameters and activations where it differs from that of matrix products."""
-
+MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "workspace")
+"""Categories of the peak in JSON answers, in which "workspace" includes communication and logits."""
 CATEGORY_OF_STATE = {
     "parameters": "parameters", "masters": "optimizer", "gradients": "gradients", "gradient_buffers": "gradients",
     "optimizer": "optimizer", "buffers": "buffers",
@@ -60,9 +59,9 @@ REPEATING = (
 ROUNDS = 4
 """Micro-batches per pipeline rank after which the memory of these schedules only repeats, as a test checks."""
 
-CUDA_CONTEXT = 0.5 * 2**30, 0.9 * 2**30
-"""(least, most) bytes that a process takes on a CUDA device before its first tensor (stas00/ml-engineering, training
-performance, "preloaded CUDA kernels memory usage"). PyTorch's allocator does not count them."""
+CUDA_CONTEXT_BYTES = int(0.9 * 2**30)
+"""Most bytes that a process takes on a CUDA device before its first tensor; 0.5 GiB at least (stas00/ml-engineering,
+training performance, "preloaded CUDA kernels memory usage"). PyTorch's allocator does not count them."""
 
 CUBLAS_WORKSPACE = 8 * (1 << 20) + 128 * (1 << 10)
 CUBLAS_WORKSPACES = {
@@ -76,24 +75,49 @@ these architectures, and of all others (aten/src/ATen/cuda/CublasHandlePool.cpp,
 class Ledger:
     """Itemised memory of one rank at the peak of a training step.
 
-    items: tensors at the peak. peak_bytes: sum of the items. peak_snapshot: name of the memory snapshot (point in time)
-    at the peak. between_steps: bytes of persistent memory. framework: (least, most) bytes of the CUDA context, which
-    torch's allocator does not count. compiled: True if every layer is predicted as compiled by torch.compile."""
+    Attributes:
+        items: Tensors at the peak.
+        peak_bytes: Sum of the items.
+        peak_snapshot: Name of the memory snapshot (point in time) at the peak.
+        between_steps: Bytes of persistent memory.
+        compiled: True if every layer is predicted as compiled by torch.compile.
+        pp_rank: Pipeline rank.
+        framework_bytes: Most bytes of the CUDA context, which torch's allocator does not count; on a CPU those of
+            interpreter and libraries, if known.
+        slack_bytes: Allowance for memory without a known tensor, such as fragmentation.
+        nccl_bytes: Most bytes that NCCL's buffers take, which are not in `device_bytes`; 0 on a CPU.
+    """
 
     items: tuple[Allocation, ...]
     peak_bytes: int
     peak_snapshot: str
     between_steps: int = 0
-    framework: tuple[int, int] = (0, 0)
     compiled: bool = False
+    pp_rank: int = 0
+    framework_bytes: int = 0
+    slack_bytes: int = 0
+    nccl_bytes: int = 0
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes needed on the device: tensors, framework and what cannot be itemised."""
+        return self.peak_bytes + self.framework_bytes + self.slack_bytes
 
     def by_category(self) -> dict[str, int]:
-        """Return the bytes at the peak by category; every category is a key."""
+        """Return the bytes at the peak by category, with "framework" and "unexplained"; every category is a key."""
         found = dict.fromkeys(CATEGORIES, 0)
         for item in self.items:
             found[item.category] += item.bytes
-        found["framework"] = self.framework[1]
-        return found
+        return found | {"framework": self.framework_bytes, "unexplained": self.slack_bytes}
+
+    def gib(self) -> dict[str, float]:
+        """Return {category: GiB}. "peak" is the sum over tensors; "framework" and "unexplained" come in addition to the
+        peak, "nccl" in addition to all. "workspace" includes communication and logits."""
+        found = self.by_category()
+        parts = {name: found[name] / GIB for name in MEMORY_PARTS}
+        parts["workspace"] += (found["communication"] + found["logits"]) / GIB
+        outside = {"framework": self.framework_bytes, "unexplained": self.slack_bytes, "nccl": self.nccl_bytes}
+        return parts | {name: size / GIB for name, size in {"peak": self.peak_bytes, **outside}.items()}
 
 
 class LedgerOptions(TypedDict, total=False):
@@ -203,10 +227,10 @@ class _StepReplay:
         transient, peak_snapshot, others = max(self._replay_steps(), key=lambda each: each[0])
         items = [*stay, *self._snapshot_items(peak_snapshot, others)]
         total = base + transient
-        framework = (0, 0) if self.batch.device == "cpu" else (int(CUDA_CONTEXT[0]), int(CUDA_CONTEXT[1]))
+        framework = 0 if self.batch.device == "cpu" else CUDA_CONTEXT_BYTES
         compiled = self.compiled and can_predict_compiled(self.batch)
         assert sum(item.bytes for item in items) == total
-        return Ledger(tuple(items), total, peak_snapshot.name, base, framework, compiled)
+        return Ledger(tuple(items), total, peak_snapshot.name, base, compiled, framework_bytes=framework)
 
     def _whole_step_items(self) -> Iterator[Allocation]:
         """Yield the tensors allocated during the whole step: model states, position tables, batch, cuBLAS workspaces

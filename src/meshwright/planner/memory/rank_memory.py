@@ -9,11 +9,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from meshwright.collectives.nccl_buffers import estimate_buffer_bytes
-from meshwright.collectives.quantities import GIB
 from meshwright.layout import Layout
 from meshwright.names import BIDIRECTIONAL_SCHEDULES, SCHEDULE_CHUNKS
 from meshwright.planner.cost.blocks import layer_operators
@@ -25,16 +24,13 @@ from meshwright.planner.cost.operators import sum_parameters
 from meshwright.planner.cost.pipeline_times import communicated_zero_stage, place_stages
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.memory.activation_bytes import state_bytes_per_parameter
-from meshwright.planner.memory.ledger import CUDA_CONTEXT, STORED, Ledger, ledger
+from meshwright.planner.memory.ledger import CUDA_CONTEXT_BYTES, MEMORY_PARTS, Ledger, ledger
 from meshwright.planner.memory.published import loss_bytes, published_layer, saves_gathered
 from meshwright.planner.memory.snapshot import Allocation
 from meshwright.planner.problem import Problem
 from meshwright.spec.stage_times import program_for
 from meshwright.spec.stages import Stage
 from meshwright.spec.work import count_predictions
-
-MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "workspace")
-"""Categories of the peak in JSON answers, in which "workspace" includes communication and logits."""
 
 SLACK = 0.05
 """Memory that CUDA's allocator reserves beyond the peak because of fragmentation, as a fraction of the peak (published
@@ -52,43 +48,7 @@ def slack_fraction(cluster: Cluster) -> float:
 def context_bytes(problem: Problem) -> int:
     """Return the bytes that a rank's process holds in addition to tensors. On CUDA it is an upper bound of the CUDA
     context; on a CPU it is interpreter and libraries, as measured on this machine."""
-    return int(CUDA_CONTEXT[1]) if problem.cluster.kind == "cuda" else sum(size for _, size in problem.process)
-
-
-@dataclass(frozen=True, slots=True)
-class RankMemory(Ledger):
-    """Memory of one pipeline rank at its peak, on its device: the ledger of its tensors, the framework's memory, and an
-    allowance for what no tensor explains.
-
-    Attributes:
-        pp_rank: Pipeline rank.
-        framework_bytes: Bytes of the CUDA context; on a CPU of interpreter and libraries.
-        slack_bytes: Bytes without a known tensor, such as fragmentation.
-        nccl_bytes: Most bytes that NCCL's buffers take, which are not in `device_bytes`; 0 on a CPU.
-    """
-
-    pp_rank: int = 0
-    framework_bytes: int = 0
-    slack_bytes: int = 0
-    nccl_bytes: int = 0
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes needed on the device: tensors, framework and what cannot be itemised."""
-        return self.peak_bytes + self.framework_bytes + self.slack_bytes
-
-    def by_category(self) -> dict[str, int]:
-        """Return the bytes at the peak by category, with "framework" and "unexplained"."""
-        return Ledger.by_category(self) | {"framework": self.framework_bytes, "unexplained": self.slack_bytes}
-
-    def gib(self) -> dict[str, float]:
-        """Return {category: GiB}. "peak" is the sum over tensors; "framework" and "unexplained" come in addition to the
-        peak, "nccl" in addition to all. "workspace" includes communication and logits."""
-        found = self.by_category()
-        parts = {name: found[name] / GIB for name in MEMORY_PARTS}
-        parts["workspace"] += (found["communication"] + found["logits"]) / GIB
-        outside = {"framework": self.framework_bytes, "unexplained": self.slack_bytes, "nccl": self.nccl_bytes}
-        return parts | {name: size / GIB for name, size in {"peak": self.peak_bytes, **outside}.items()}
+    return CUDA_CONTEXT_BYTES if problem.cluster.kind == "cuda" else sum(size for _, size in problem.process)
 
 
 def merge_layers(items: Iterable[Allocation]) -> list[Allocation]:
@@ -112,25 +72,22 @@ def merge_layers(items: Iterable[Allocation]) -> list[Allocation]:
 
 
 @lru_cache(maxsize=256)
-def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
+def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> Ledger:
     """Return the memory of the pipeline rank `pp_rank` at its peak. Raises `UserError` for an infeasible layout."""
     if problem.engine.name == "meshwright":
         found = ledger(
             problem.config, layout, batch=problem.batch, sequence=problem.sequence, optimizer=problem.optimizer,
-            precision=STORED.get(problem.precision, problem.precision),
-            rank=pp_rank * layout.tp * layout.cp * layout.dp, documents=problem.documents > 1,
+            precision=problem.precision, rank=pp_rank * layout.tp * layout.cp * layout.dp,
+            documents=problem.documents > 1,
             device=problem.cluster.kind, compile=problem.compile, pairs=problem.pairs,
             teacher=problem.teacher, architecture=problem.cluster.device.architecture, engine=problem.engine,
         )  # fmt: skip
     else:
         items = tuple(_published(problem, layout, pp_rank))
         found = Ledger(items, sum(item.bytes for item in items), "most micro-batches in flight")
-    tensors = {field.name: getattr(found, field.name) for field in fields(Ledger)}
     slack = round(slack_fraction(problem.cluster) * found.peak_bytes)
     nccl = estimate_buffer_bytes(layout, problem.cluster.devices_per_node) if problem.cluster.kind == "cuda" else 0
-    return RankMemory(
-        **tensors, pp_rank=pp_rank, framework_bytes=context_bytes(problem), slack_bytes=slack, nccl_bytes=nccl
-    )
+    return replace(found, pp_rank=pp_rank, framework_bytes=context_bytes(problem), slack_bytes=slack, nccl_bytes=nccl)
 
 
 def distinct_ranks(problem: Problem, layout: Layout) -> list[int]:
@@ -196,7 +153,7 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Alloc
 
 
 @lru_cache(maxsize=64)
-def fullest_rank(problem: Problem, layout: Layout) -> RankMemory:
+def fullest_rank(problem: Problem, layout: Layout) -> Ledger:
     """Return the memory of the pipeline rank with the highest peak."""
     places = distinct_ranks(problem, layout)
     return max((memory_of(problem, layout, place) for place in places), key=lambda rank: rank.device_bytes)

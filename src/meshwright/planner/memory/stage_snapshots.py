@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -142,8 +142,9 @@ class StageSnapshots:
             unit = self.units[place]
             at_end = self._compiled(unit) and not self._expert_parallel(unit)  # gradient buffers come at its end
             at_end |= unit in LOOKED_UP or (unit == "head" and config.head in ("next", "masked"))
-            around = [*self._gathered(place, -1), *self._reductions(place, state, split, at_end)]
-            opened = self._unsharded_gradients(place) if at_end and not split else []
+            posted = state.before if split else [*state.before, *self.started_reductions(state, after=place)]
+            opened = [] if split else self._unsharded_gradients(place)
+            around = [*self._gathered(place, -1), *self.in_flight(posted), *([] if at_end else opened)]
             if self.both_ends and unit != "head" and not frozen:
                 # Autograd holds it until the gradient of the lookup is computed too.
                 around.append(gradient("head's part of the embedding's gradient", matrix))
@@ -154,7 +155,7 @@ class StageSnapshots:
             if place < len(self.units) - 1 and not self.stage.last and not split:  # else the queue has it
                 around.append(message("gradient from the next stage", self.stream))
             for name, extras in self._unit_backward(place, split):
-                tensors = *around, *(opened if name == f".{COLLECTED}" else []), *extras
+                tensors = *around, *(opened if at_end and name == f".{COLLECTED}" else []), *extras
                 yield self._snapshot(f"{unit}{name}: backward", place + 1, tensors)
             if split and unit in self._layer:
                 queue += self._queue_of(unit)
@@ -283,15 +284,6 @@ class StageSnapshots:
             if flat.zero == 3
         ]
 
-    def _reductions(self, unit_index: int, state: BackwardState, split: bool, at_end: bool) -> list[Allocation]:
-        """Return the tensors of gradient reductions in flight, and unsharded gradient buffers, in the backward of the
-        unit with index `unit_index`. state: state of the stage when its backward begins; split: True if only input
-        gradients are computed; at_end: True if the unit allocates its gradient buffers at the end of its backward."""
-        if split:
-            return self.in_flight(state.before)
-        posted = [*state.before, *self._list_reductions(range(unit_index + 1, len(self.units)), state)]
-        return [*self.in_flight(posted), *([] if at_end else self._unsharded_gradients(unit_index))]
-
     def _unsharded_gradients(self, unit_index: int) -> list[Allocation]:
         """Return the unsharded gradient buffers that the backward of the unit with index `unit_index` allocates."""
         opened = self.buffers.flats.get(self.units[unit_index], ()) if self.units else ()
@@ -317,18 +309,10 @@ class StageSnapshots:
             found += self._unsharded(flat)
         return found
 
-    def started_reductions(self, state: BackwardState, weights: bool | None = None) -> list[Reduction]:
-        """Return the gradient reductions that a backward starts. state: state of the stage when the backward begins.
-        weights: True for a weight-gradient pass, which completes the gradients of layers; False for an input-gradient
-        pass; None for an unsplit backward."""
-        units = enumerate(self.units)
-        return self._list_reductions(
-            (at for at, unit in units if weights is None or (unit in self._layer) == weights), state
-        )
-
-    def _list_reductions(self, places: Iterable[int], state: BackwardState) -> list[Reduction]:
-        """Return, in order, the gradient reductions that a backward starts for some units. places: indices of the
-        units; state: state of the stage when the backward begins."""
-        units = (self.units[place] for place in sorted(places, reverse=True))
-        flats = (flat for unit in units for flat in self.buffers.flats.get(unit, ()))
+    def started_reductions(self, state: BackwardState, weights: bool | None = None, after: int = -1) -> list[Reduction]:
+        """Return, in order, the gradient reductions that a backward starts. state: state of the stage when the backward
+        begins. weights: True for a weight-gradient pass, which completes the gradients of layers; False for an
+        input-gradient pass; None for an unsplit backward. after: index of a unit; only reductions of later units."""
+        units = [unit for unit in self.units[after + 1 :] if weights is None or (unit in self._layer) == weights]
+        flats = (flat for unit in reversed(units) for flat in self.buffers.flats.get(unit, ()))
         return [Reduction(flat, state.later) for flat in flats if flat.zero >= 2 or state.last]

@@ -21,7 +21,8 @@ from meshwright.planner.hardware.cluster import Cluster, cluster
 from meshwright.planner.hardware.machine_profile import find_process_items
 from meshwright.planner.hardware.values import read_count
 from meshwright.planner.memory.compiled_blocks import version_warning
-from meshwright.planner.memory.rank_memory import RankMemory, fullest_rank
+from meshwright.planner.memory.ledger import Ledger
+from meshwright.planner.memory.rank_memory import fullest_rank
 from meshwright.planner.memory.states import optimizer_kinds
 from meshwright.planner.models import config_of, find_recipe, model_of, model_substitution_note
 from meshwright.planner.problem import Problem, parse_reserve
@@ -58,7 +59,7 @@ class Estimate:
     problem: Problem
     layout: Layout
     time: StepTime
-    memory: RankMemory
+    memory: Ledger
     warnings: tuple[str, ...] = ()
 
     @property
@@ -223,7 +224,7 @@ def recipe_layout(problem: Problem, layout: Layout) -> Estimate | str:
         return str(error)
 
 
-def _warnings(problem: Problem, layout: Layout, memory: RankMemory) -> list[str]:
+def _warnings(problem: Problem, layout: Layout, memory: Ledger) -> list[str]:
     """Return lines of text that warn of uncertain predictions: for layouts that `meshwright train` refuses, and for
     axes and schedules that the engine (training framework) does not have. memory: memory of the pipeline rank with the
     highest peak."""

@@ -129,7 +129,7 @@ def _advice(shortlist: Shortlist, first: float) -> Iterator[TooLargeLayout]:
         if remaining[at] >= first or found == MOST_ADVISED:
             return
         layout = every.layout(at)
-        if not shortlist.accepts(layout):
+        if not problem.accepts(layout):
             remaining[at] = np.inf
             continue
         seconds = shortlist.seconds(at, layout)

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.cost.communication import Array
 from meshwright.planner.cost.step_time import StepPredictor
@@ -17,7 +16,6 @@ from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate, estimate_layout
 from meshwright.planner.search.screen import ScreenedLayouts
 from meshwright.program.makespan import MakespanCache
-from meshwright.spec.refuse import refuse
 
 MOST_PRICED = 128
 """Maximum number of layouts that a search predicts exactly."""
@@ -68,7 +66,7 @@ class Shortlist:
                 return number + 1
             self.pending[at] = np.inf
             layout = self.every.layout(at)
-            if not self.accepts(layout):
+            if not self.problem.accepts(layout):
                 continue
             if self._needed[at] * DOUBT_BELOW > self.room:
                 exact = device_bytes(self.problem, layout, self.room)
@@ -115,19 +113,9 @@ class Shortlist:
         rounds = np.clip(np.log2(micro / ranks) + 16, 0, 63).astype(np.int64)
         return np.asarray(every.pipe * 64 + rounds)
 
-    def accepts(self, layout: Layout) -> bool:
-        """Return True if training accepts the layout. For models and engines that can only be planned, return True if
-        the layout is possible for the model."""
-        problem = self.problem
-        try:
-            refuse(layout, problem.config, problem.batch, problem.sequence, planning=problem.only_planned)
-        except UserError:
-            return False
-        return True
-
     def fits(self, layout: Layout) -> bool:
         """Return True if training accepts the layout and it fits into device memory."""
-        return self.accepts(layout) and device_bytes(self.problem, layout, self.room) <= self.room
+        return self.problem.accepts(layout) and device_bytes(self.problem, layout, self.room) <= self.room
 
     def seconds(self, index: int, layout: Layout) -> float:
         """Return the seconds of a step of a candidate layout, predicted by the simulator. index: index of the

@@ -16,7 +16,8 @@ from meshwright.layout import Layout
 from meshwright.planner.api import Plan
 from meshwright.planner.cost.reference_step import measured_step_factors
 from meshwright.planner.cost.step_time import pipeline_durations
-from meshwright.planner.memory.rank_memory import RankMemory, distinct_ranks, memory_of, merge_layers
+from meshwright.planner.memory.ledger import Ledger
+from meshwright.planner.memory.rank_memory import distinct_ranks, memory_of, merge_layers
 from meshwright.planner.search.estimate import Estimate
 from meshwright.planner.search.nearest import Nearest
 from meshwright.planner.search.search import SearchResult
@@ -115,7 +116,7 @@ def _layout(estimate: Estimate) -> Iterator[Markup]:
     yield from _bill(estimate.memory)
 
 
-def _categories(ranks: Sequence[RankMemory]) -> Iterator[Markup]:
+def _categories(ranks: Sequence[Ledger]) -> Iterator[Markup]:
     """Yield an HTML table of memory at the peak: one row per category, one column per pipeline rank. A paragraph after
     the table names the memory snapshot (point in time) at which each rank peaks. Of more than eight ranks only four are
     shown: the first, the last, and the ranks with the most and the least memory. ranks: memory of each pipeline rank.
@@ -133,7 +134,7 @@ def _categories(ranks: Sequence[RankMemory]) -> Iterator[Markup]:
     yield paragraph("Peak at: " + "; ".join(f"pp {rank.pp_rank} {rank.peak_snapshot}" for rank in shown), muted=True)
 
 
-def _bill(memory: RankMemory) -> Iterator[Markup]:
+def _bill(memory: Ledger) -> Iterator[Markup]:
     """Yield the page's section on the tensors of one pipeline rank at its memory peak: a heading and a table. memory:
     memory of the rank."""
     yield element("h2", f"Memory of pipeline rank {memory.pp_rank} at its peak ({memory.peak_snapshot})")

@@ -11,7 +11,8 @@ from meshwright.planner.calibrate import RunFigures
 from meshwright.planner.cost.bounds import StepProperties, bound_seconds
 from meshwright.planner.cost.step_time import StepTime
 from meshwright.planner.hardware.calibration import Calibration
-from meshwright.planner.memory.rank_memory import RankMemory, merge_layers
+from meshwright.planner.memory.ledger import Ledger
+from meshwright.planner.memory.rank_memory import merge_layers
 from meshwright.planner.memory.snapshot import Allocation
 from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate, model_document
@@ -256,7 +257,7 @@ def _bill(estimate: Estimate, unit: Unit) -> Iterator[tuple[str, str, str]]:
         yield "NCCL", unit.number(memory.nccl_bytes), "buffers, at most; not in the peak or the fit, see --reserve"
 
 
-def ledger_text(memory: RankMemory, width: int = WIDE) -> str:
+def ledger_text(memory: Ledger, width: int = WIDE) -> str:
     """Format every tensor of a rank at its memory peak as a table; equal tensors of several layers share a line.
     memory: memory of the rank. width: maximum characters of a line; columns that do not fit are dropped."""
     unit = Unit.of(memory.peak_bytes)
