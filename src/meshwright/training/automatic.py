@@ -8,7 +8,7 @@ from dataclasses import replace
 from meshwright.errors import UserError
 from meshwright.launcher.rank_threads import compute_layer_flops
 from meshwright.layout import Layout
-from meshwright.planner.cost.engines import ENGINES
+from meshwright.planner.cost.engines import choose_run_engine
 from meshwright.planner.hardware.cluster import Cluster, cluster, this_machine
 from meshwright.planner.models import config_of
 from meshwright.planner.search.estimate import problem_of
@@ -32,7 +32,7 @@ def search_fastest_layout(recipe: Recipe, ranks: int | None, log: Callable[[str]
     config, assumed = config_of(recipe)
     problem = problem_of(
         config, where, sequence=recipe.data.sequence, batch=recipe.train.batch, optimizer=recipe.train.optimizer,
-        compile=recipe.train.compile, engine=ENGINES["meshwright"].overlapped(recipe.train.tensor_overlap, where.kind),
+        compile=recipe.train.compile, engine=choose_run_engine(recipe.train.tensor_overlap, where.kind),
     )  # fmt: skip
     found = search(replace(problem, pairs=recipe.objective != "next-token", assumed=assumed), 1)
     if not found.best:
