@@ -26,13 +26,9 @@ class Handle:
     __slots__ = ("_call", "_communicator", "_describe", "_error", "_finishers", "_timeout", "_works")
 
     def __init__(
-        self,
-        works: Sequence[Any] = (),
-        describe: Callable[[], tuple[str, str]] | None = None,
-        timeout: timedelta | None = None,
-        communicator: Communicator | None = None,
-        call: int = 0,
-    ) -> None:
+        self, works: Sequence[Any] = (), describe: Callable[[], tuple[str, str]] | None = None,
+        timeout: timedelta | None = None, communicator: Communicator | None = None, call: int = 0,
+    ) -> None:  # fmt: skip
         self._call = call  # its number in the flight recorder
         self._communicator = communicator
         self._error: RankLost | None = None

@@ -227,12 +227,9 @@ class Mesh:
 
     @classmethod
     def create(
-        cls,
-        layout: Layout,
-        device: torch.device | str = "cpu",
-        timeout_seconds: float = 600.0,
+        cls, layout: Layout, device: torch.device | str = "cpu", timeout_seconds: float = 600.0,
         programs: Mapping[tuple[str, str], NamedProgram] | None = None,
-    ) -> Mesh:
+    ) -> Mesh:  # fmt: skip
         """Build the mesh over the running `torch.distributed` world. Every rank calls it, with the same arguments.
 
         device: device of this rank's tensors. timeout_seconds: limit of one wait for a call. programs: {(axis name,

@@ -202,6 +202,11 @@ class Recompute:
         """
         return function
 
+    def discard(self, x: Tensor) -> Tensor:
+        """Return `x`, the result of an operator, whose value neither backward nor a recomputation by activation
+        checkpointing reads. This base class only returns it; subclasses do not save it either."""
+        return x
+
 
 class Units:
     """Hooks that the model calls before and after each FSDP unit, to all-gather the unit's parameters before use and

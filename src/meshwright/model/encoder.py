@@ -69,13 +69,9 @@ class Encoder(nn.Module):
     UserError if `config` describes a decoder."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, config: ModelConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
         recompute: Recompute = SINGLE_DEVICE.recompute,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         if not config.encoder:
             raise UserError(f"family {config.family} is a decoder: use Transformer, not Encoder")
@@ -109,13 +105,9 @@ class Encoder(nn.Module):
         self._loss_backend = options.get("backend", "inductor")
 
     def forward(
-        self,
-        tokens_BS: Tensor,
-        targets: Tensor,
-        documents: Documents | None = None,
-        units: Units = NO_UNITS,
+        self, tokens_BS: Tensor, targets: Tensor, documents: Documents | None = None, units: Units = NO_UNITS,
         **inputs: Unpack[EncoderInputs],
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Return the sum of the losses (nats, a scalar in float32 or float64) over the targets that are not -100.
 
         `tokens_BS`: token IDs. `targets`: with head "masked" the true token ID at each masked position, [B, S],
@@ -143,14 +135,9 @@ class Encoder(nn.Module):
         return units.leave("head", loss)
 
     def hidden(
-        self,
-        tokens_BS: Tensor,
-        documents: Documents | None = None,
-        units: Units = NO_UNITS,
-        *,
-        attention_mask_BS: Tensor | None = None,
-        token_types_BS: Tensor | None = None,
-    ) -> Tensor:
+        self, tokens_BS: Tensor, documents: Documents | None = None, units: Units = NO_UNITS, *,
+        attention_mask_BS: Tensor | None = None, token_types_BS: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return the last block's output, [B, S, H], for the token IDs `tokens_BS`.
 
         `units`: hooks around FSDP units; `attention_mask_BS`: 0 at padding, to which no token attends, else 1 (None: no

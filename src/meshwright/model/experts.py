@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.model.axis_operations import SINGLE_DEVICE, AxisOperations, Meanwhile, TokenAxis, do_nothing
+from meshwright.model.axis_operations import SINGLE_DEVICE, AxisOperations, Meanwhile, Recompute, TokenAxis, do_nothing
 from meshwright.model.layers import FeedForward, Linear, activate
 from meshwright.model.permutation import Permuted, invert_permutation
 from meshwright.model.precision import at_least_float32
@@ -44,6 +44,7 @@ class Mixture(nn.Module):
         # Its partial sums are added to those of the routed experts: one reduction over tp covers both.
         self.shared = FeedForward(config, SINGLE_DEVICE, width, **options) if width else None
         self.shared_gate = Linear(config.hidden, 1, bias=False, **options) if config.shared_gate else None
+        self.discard = (Recompute() if config.post_norms else axes.recompute).discard
 
     def forward(self, x_BSH: Tensor, counted_B: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return the layer's output [B, S, H] for the hidden states `x_BSH`, and its load-balancing loss (scalar;
@@ -59,7 +60,7 @@ class Mixture(nn.Module):
             y_BSH = y_BSH + self._forward_shared(x_BSH)
         if loss is not None:  # every tp rank computes the loss of the same tokens
             loss = loss / self.tensor.size
-        return self.tensor.leave(y_BSH, "mlp.output"), loss
+        return self.discard(self.tensor.leave(y_BSH, "mlp.output")), loss
 
     def _forward_expert_parallel(self, x_BSH: Tensor, counted_B: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Run the layer on hidden states `x_BSH` with expert parallelism: the routed experts are distributed over ep
@@ -73,7 +74,7 @@ class Mixture(nn.Module):
             """Compute the output of the shared expert, if there is one, while the dispatched tokens are in flight."""
             if self.shared is not None:
                 partial_BSH = self._forward_shared(self.tensor.enter(x_BSH, "mlp.input"))
-                shared.append(self.tensor.leave(partial_BSH, "mlp.output"))
+                shared.append(self.discard(self.tensor.leave(partial_BSH, "mlp.output")))
 
         y_BSH, loss = self._forward_routed(own_BSH, counted_B, compute_shared)
         if not slices:
@@ -103,7 +104,7 @@ class Mixture(nn.Module):
         tensor parallelism the result is this rank's partial sum."""
         assert self.shared is not None
         y_BSH = self.shared(x_BSH)
-        return y_BSH if self.shared_gate is None else F.sigmoid(self.shared_gate(x_BSH)) * y_BSH
+        return self.discard(y_BSH) if self.shared_gate is None else F.sigmoid(self.shared_gate(x_BSH)) * y_BSH
 
 
 class Router(nn.Module):

@@ -178,13 +178,9 @@ def log_sum_exp(scores_PXL: Tensor, p_PXL: Tensor) -> Tensor:
 
 
 def compute_scores(
-    q_PXD: Tensor,
-    wide_k_PSD: Tensor,
-    tile: Tile,
-    shape: torch.Size,
-    settings: ScoreSettings,
+    q_PXD: Tensor, wide_k_PSD: Tensor, tile: Tile, shape: torch.Size, settings: ScoreSettings,
     subtract_PX1: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute the attention scores of the queries `q_PXD` and keys `wide_k_PSD` of a tile. Return the scores with the
     tile's mask added, [P, X, L]; and the derivative of the softcap at each score (None without softcap).
 

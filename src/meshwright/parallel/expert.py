@@ -30,7 +30,7 @@ from meshwright.comm.mesh import Axis
 from meshwright.errors import RanksDisagree
 from meshwright.model.axis_operations import Meanwhile, do_nothing
 from meshwright.model.permutation import Permuted, invert_permutation
-from meshwright.parallel.recompute import compute_once
+from meshwright.parallel.recompute import compute_once, discard
 
 COUNTS_SITE = "experts.counts"
 KEYS_SITE = "experts.keys"
@@ -109,8 +109,9 @@ class AllToAllTokenDispatcher:
 
         `y_RH`: outputs of this rank's experts for the R copies received. `dispatched`: third result of `dispatch`."""
         routes, order_R, inverse_R = dispatched
-        y_RH = Permuted.apply(y_RH, inverse_R, order_R, None)
+        y_RH = Permuted.apply(discard(y_RH), inverse_R, order_R, None)  # backward reads what the tokens' ranks receive
         y_RH = operators.reduce_scatter_rows(y_RH, self.etp, "experts.sum", routes.shared)
+        y_RH = y_RH if self.ep.trivial else discard(y_RH)
         return operators.all_to_all_rows(y_RH, self.ep, "experts.combine", routes.received, routes.sent)
 
     def _agree_on_routes(self, ends_E: torch.Tensor) -> Routes:

@@ -249,13 +249,9 @@ class FlatLayout:
 
 
 def make_flat_layout(
-    table: ParameterTable,
-    name: str,
-    shards: int = 1,
-    layout: Layout | None = None,
-    coordinates: Mapping[str, int] | None = None,
-    buffer: BufferKind = "dense",
-) -> FlatLayout:
+    table: ParameterTable, name: str, shards: int = 1, layout: Layout | None = None,
+    coordinates: Mapping[str, int] | None = None, buffer: BufferKind = "dense",
+) -> FlatLayout:  # fmt: skip
     """Build the layout of one flat buffer of the FSDP unit `name` on one rank.
 
     `table`: the model's parameter table; `shards`: number of ranks over which ZeRO shards the buffer, which is padded

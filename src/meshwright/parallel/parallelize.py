@@ -48,15 +48,9 @@ def build_axes(mesh: Mesh) -> AxisOperations:
 
 
 def parallelize(
-    config: ModelConfig,
-    mesh: Mesh,
-    sequence: int,
-    *,
-    seed: int | None,
-    parameter_dtype: torch.dtype,
-    master_dtype: torch.dtype = torch.float32,
-    compile_backend: str | None = None,
-) -> ParallelModel:
+    config: ModelConfig, mesh: Mesh, sequence: int, *, seed: int | None, parameter_dtype: torch.dtype,
+    master_dtype: torch.dtype = torch.float32, compile_backend: str | None = None,
+) -> ParallelModel:  # fmt: skip
     """Build this rank's part of the model of configuration `config`: the modules of its pipeline stages with their ZeRO
     engine, and the pipeline program, as `mesh.layout` selects them. Every rank calls it.
 

@@ -13,11 +13,14 @@ import functools
 import itertools
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import meshwright.comm.operators
 import meshwright.comm.products
@@ -49,8 +52,40 @@ ATTENTION |= _get_overloads(aten, *(f"_scaled_dot_product_{name}" for name in KE
 # backward, as large as the slices of all ranks: the all-gathers of sequence parallelism (Korthikanti et al. 2022,
 # section 4.2.2) and the all-to-alls of Ulysses.
 ROWS = _get_overloads(ours, "launch_rows", "wait_for_rows", "reduce_scatter_rows")
-SUMS = RING | ROWS | _get_overloads(ours, "reduce_from", "reduce_scatter_to")
+SAVED = MATRIX_PRODUCTS | RING | ROWS | _get_overloads(ours, "reduce_from", "reduce_scatter_to")
 GATHERED = _get_overloads(ours, "gather_from", "all_to_all", "join_from", "gather_rows")
+
+
+class _SavedResults(TorchDispatchMode):
+    """Selective activation checkpointing of an uncompiled function: its forward saves the results of some operators,
+    its recomputation takes them in the same order.
+
+    operators: overloads of torch.ops. results: saved results (the shapes of discarded ones), appended by the mode of
+    the forward and taken by that of the recomputation. recomputes: True for the latter mode."""
+
+    def __init__(self, operators: frozenset[Any], results: deque[Any], recomputes: bool) -> None:
+        super().__init__()
+        self.operators, self.results, self.recomputes = operators, results, recomputes
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        """Run `operator` on `arguments` and `options`, or return its saved result."""
+        if self.recomputes and operator in self.operators:
+            saved = self.results.popleft()
+            return arguments[0].new_empty(()).expand(saved) if isinstance(saved, torch.Size) else saved
+        result = operator(*arguments, **(options or {}))
+        if operator in self.operators:
+            self.results.append(tree_map(torch.Tensor.detach, result))
+        return result
+
+
+def discard(x: torch.Tensor) -> torch.Tensor:
+    """Return `x`, whose value neither backward nor recomputation reads. If it is (a view of) the last result that
+    selective activation checkpointing has saved, save it no longer. (Compiled blocks save only what backward reads.)"""
+    mode = None if torch.compiler.is_compiling() else _get_current_dispatch_mode()
+    last = mode.results[-1] if isinstance(mode, _SavedResults) and mode.results else None
+    if isinstance(last, torch.Tensor) and last.untyped_storage()._cdata == x.untyped_storage()._cdata:
+        mode.results[-1] = last.shape
+    return x
 
 
 class ActivationCheckpointing(Recompute):
@@ -73,11 +108,12 @@ class ActivationCheckpointing(Recompute):
         compiled if requested, and returned without checkpointing.
 
         compile_options: keyword arguments of torch.compile; None: do not compile."""
+        compiled = compile_options is not None
         if self.kind == "selective":
-            function = _checkpoint_saving(function, MATRIX_PRODUCTS | SUMS)
-        elif self.kind == "none" and compile_options is not None:
-            function = _checkpoint_saving(function, MATRIX_PRODUCTS | ATTENTION | SUMS | GATHERED)
-        if compile_options is not None:
+            function = _checkpoint_saving(function, SAVED, compiled)
+        elif self.kind == "none" and compiled:
+            function = _checkpoint_saving(function, SAVED | ATTENTION | GATHERED, compiled)
+        if compiled:
             logging.getLogger("torch._higher_order_ops.wrap").addFilter(_drop_in_place_warning)
         return super().wrap(function, compile_options)
 
@@ -86,18 +122,23 @@ class ActivationCheckpointing(Recompute):
         "full"; for other kinds return `function` itself."""
         return _checkpoint_always(function) if self.kind == "full" else function
 
+    def discard(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` and call the function `discard`."""
+        return discard(x)
 
-def _checkpoint_saving(function: Function, operators: frozenset[Any]) -> Function:
+
+def _checkpoint_saving(function: Function, operators: frozenset[Any], compiled: bool) -> Function:
     """Wrap `function` in selective activation checkpointing: save the results of `operators` (overloads of torch.ops),
-    recompute all other results in backward.
+    recompute all other results in backward. compiled: True if `function` will be compiled.
     """
 
-    def policy(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-        """Policy of PyTorch's selective activation checkpointing, which calls it for each operator with its arguments:
-        return "must save" if `operator` is one of those to save, else "prefer recompute"."""
-        return CheckpointPolicy.MUST_SAVE if operator in operators else CheckpointPolicy.PREFER_RECOMPUTE
+    def make_modes() -> tuple[_SavedResults, _SavedResults]:
+        """Return the modes of the forward and of the recomputation of one call."""
+        results = deque[Any]()
+        return _SavedResults(operators, results, False), _SavedResults(operators, results, True)
 
-    return _checkpoint_always(function, context_fn=functools.partial(create_selective_checkpoint_contexts, policy))
+    make_compiled = functools.partial(create_selective_checkpoint_contexts, list(operators))
+    return _checkpoint_always(function, context_fn=make_compiled if compiled else make_modes)
 
 
 def _checkpoint_always(function: Function, **options: Any) -> Function:

@@ -53,15 +53,10 @@ class StageCompute:
     scalar)."""
 
     def __init__(
-        self,
-        model: Transformer,
-        engine: ZeroEngine,
-        micro_batches: Sequence[MicroBatch],
-        divisor: Divisor,
-        order: BackwardOrder = _FORWARD_ONLY,
-        mark: Callable[[str], None] = lambda part: None,
+        self, model: Transformer, engine: ZeroEngine, micro_batches: Sequence[MicroBatch], divisor: Divisor,
+        order: BackwardOrder = _FORWARD_ONLY, mark: Callable[[str], None] = lambda part: None,
         objective: Objective | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model = model
         self.engine = engine
         self.mark = mark

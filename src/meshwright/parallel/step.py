@@ -39,13 +39,10 @@ class ForwardBackward:
     gradient buffer (fused gradient accumulation). `preference`: loss of preference pairs; None: next-token loss."""
 
     def __init__(
-        self,
-        model: Transformer,
-        engine: ZeroEngine,
-        program: PipelineProgram,
+        self, model: Transformer, engine: ZeroEngine, program: PipelineProgram,
         fused_accumulation_min_numel: int = FUSED_ACCUMULATION_MIN_NUMEL,
         preference: Callable[[torch.Tensor, Pairs], PreferenceLoss] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model = model
         self.engine = engine
         self.program = program

@@ -28,6 +28,7 @@ from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Axis, Mesh
 from meshwright.comm.operators import copy_to, gather_from, join_from, reduce_from, reduce_scatter_to, split_to
 from meshwright.model.axis_operations import Overlap, TensorOperations
+from meshwright.parallel.recompute import discard
 from meshwright.parallel.zero import FsdpUnit
 from meshwright.spec.parameters import ParameterTable
 
@@ -65,7 +66,7 @@ class TensorParallel(TensorOperations):
         H].
 
         `site`: label of the call in traces."""
-        return (reduce_scatter_to if self.sequence_parallel else reduce_from)(x_BSH, self.axis, site)
+        return (reduce_scatter_to if self.sequence_parallel else reduce_from)(discard(x_BSH), self.axis, site)
 
     def overlap(self, gathers: bool, site: str) -> Overlap | None:
         """Return the overlap of a linear layer's products with their all-gather (`gathers`) or reduce-scatter; None

@@ -31,6 +31,7 @@ class Problem:
         precision: Such as "bf16".
         documents: Average number of documents packed into a sequence.
         pairs: True for training on response pairs (DPO), not next tokens.
+        graphs: True if forward and backward of a step are one CUDA graph.
         teacher: Teacher model of distillation; None without.
         assumed: Line of text on what was assumed about the model, if anything.
         reserve: Bytes of a device to keep free.
@@ -47,6 +48,7 @@ class Problem:
     precision: str = "bf16"
     documents: float = 1.0
     pairs: bool = False
+    graphs: bool = False
     teacher: TeacherWork | None = None
     assumed: str | None = None
     reserve: float = 0.0

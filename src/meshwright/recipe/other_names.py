@@ -85,6 +85,7 @@ OTHER_NAMES = {
     "target_modules": "adapter.targets",
     "tensor_model_parallel_size": "layout",
     "tie_word_embeddings": "model.tied",
+    "tp_comm_overlap": "train.tensor_overlap",
     "torch_compile": "train.compile",
     "train_iters": "train.steps",
     "vocab_size": "data.vocabulary",

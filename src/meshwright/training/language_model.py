@@ -33,7 +33,7 @@ from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.stage_compute import Divisor
 from meshwright.parallel.step import ForwardBackward, TermCount
 from meshwright.planner.cost.data_calls import Work
-from meshwright.planner.cost.engines import ENGINES
+from meshwright.planner.cost.engines import choose_run_engine
 from meshwright.planner.cost.flops import training_flops_per_token
 from meshwright.planner.cost.traffic import predicted_traffic, predicted_traffic_by_axis
 from meshwright.recipe import Recipe
@@ -341,7 +341,7 @@ class LanguageModelTask:
             responses=self.objective.max_terms * (loss.responses if (loss := self.objective.pair_loss) else 0),
             estimates_kl=self.recipe.objective == "kto",
             teacher=self.objective.teacher_work,
-            engine=ENGINES["meshwright"].overlapped(self.recipe.train.tensor_overlap, self.mesh.device.type),
+            engine=choose_run_engine(self.recipe.train.tensor_overlap, self.mesh.device.type),
         )
 
     def _compute_rank_contributions(self, loss: torch.Tensor) -> torch.Tensor:

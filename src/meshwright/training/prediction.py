@@ -110,17 +110,13 @@ def _predict_step_time(trainer: Trainer, machine: Cluster) -> StepTime:
     return step_time(
         task.config, trainer.layout, machine, trainer.recipe.data.sequence, train.batch, compile=train.compile,
         optimizer=_find_optimizer_name(trainer), documents=documents, pairs=task.objective.pair_loss is not None,
-        teacher=task.objective.teacher_work, engine=_choose_engine(trainer),
+        teacher=task.objective.teacher_work,
+        engine=engines.choose_run_engine(train.tensor_overlap, trainer.device.type),
         step_factors=measured_step_factors(
             machine, trainer.layout.precision or default_precision(machine),
             engines.engine("meshwright", compile=train.compile),
         ),
     )  # fmt: skip
-
-
-def _choose_engine(trainer: Trainer) -> engines.Engine:
-    """Return the engine whose kernels and buffers the trainer's run has."""
-    return engines.ENGINES["meshwright"].overlapped(trainer.recipe.train.tensor_overlap, trainer.device.type)
 
 
 def _predict_ledger(trainer: Trainer, machine: Cluster | None, notes: list[str]) -> Ledger:
@@ -138,7 +134,7 @@ def _predict_ledger(trainer: Trainer, machine: Cluster | None, notes: list[str])
         teacher=task.objective.teacher_work,
         compile=trainer.recipe.train.compile, architecture="" if machine is None else machine.device.architecture,
         graphs=trainer.recipe.train.cuda_graphs and trainer.device.type == "cuda",
-        engine=_choose_engine(trainer),
+        engine=engines.choose_run_engine(trainer.recipe.train.tensor_overlap, trainer.device.type),
     )  # fmt: skip
     if trainer.recipe.train.compile and not found.compiled:
         notes.append("memory is predicted as if blocks were not compiled")

@@ -115,7 +115,7 @@ def _add_adapter(
         "adapted_rows": rows, "adapted_outputs": outputs, "adapted_inputs": inputs, "products": product.count,
         "rank": rank, "matrices": len(widths), "low": len(widths) * rank, "written": sum(widths),
         # Of routed experts the copies that this rank computes are saved, and each expert has its own norms.
-        "saved_rows": operator.kept[0].shape[0] if routed else rows, "held": product.count if routed else 1,
+        "saved_rows": operator.saved[-1].shape[0] if routed else rows, "held": product.count if routed else 1,
     }  # fmt: skip
     layer, prefix = Dimensions(batch, kind, sizes, {"routed_adapter": routed}), f"{operator.name}.adapter"
     found = [Operator(row, batch, layer) for row in list_rows("adapter", layer.true, prefix, ())]

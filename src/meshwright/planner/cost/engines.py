@@ -148,6 +148,12 @@ for _name, _table in read_packaged_toml("planner/cost/engines.toml").items():
     ENGINES[_name] = Engine(_name, **_fields)
 
 
+def choose_run_engine(tensor_overlap: str, device: str) -> Engine:
+    """Return the engine whose kernels and buffers a run has. tensor_overlap: `train.tensor_overlap`; device: "cpu" or
+    "cuda"."""
+    return ENGINES["meshwright"].overlapped(tensor_overlap, device)
+
+
 def engine(name: str | Engine, *, compile: bool = False) -> Engine:
     """Return the training engine called `name`, such as "megatron"; an `Engine` as `name` is not looked up. compile:
     True to return its variant for blocks compiled by torch.compile. Raises `UserError` for an unknown name; the text

@@ -79,7 +79,7 @@ def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> Ledger:
             problem.config, layout, batch=problem.batch, sequence=problem.sequence, optimizer=problem.optimizer,
             precision=problem.precision, rank=pp_rank * layout.tp * layout.cp * layout.dp,
             documents=problem.documents > 1,
-            device=problem.cluster.kind, compile=problem.compile, pairs=problem.pairs,
+            device=problem.cluster.kind, compile=problem.compile, pairs=problem.pairs, graphs=problem.graphs,
             teacher=problem.teacher, architecture=problem.cluster.device.architecture, engine=problem.engine,
         )  # fmt: skip
     else:

@@ -34,7 +34,6 @@ from meshwright.planner.memory.snapshot import (
 )  # fmt: skip
 from meshwright.planner.memory.states import Flat
 from meshwright.spec.parameter_entries import REDUCTIONS_IN_FLIGHT
-from meshwright.spec.policy import FUSED_ACCUMULATION_MIN_NUMEL
 from meshwright.spec.stages import LOOKED_UP, Stage
 
 OF_HEAD = ("head.", "final_norm.", "transform.", "transform_norm.", "pooler.", "classifier.", "loss")
@@ -68,9 +67,6 @@ class StageSnapshots:
         self.compiled, self.queues, self.units = compiled, queues, buffers.units
         # Products add their weight gradients to the sums; those of grouped experts have no float32 output.
         self.fused = not batch.narrow or (batch.device == "cuda" and not batch.config.experts)
-        down = batch.config.intermediate // batch.layout.tp * batch.config.hidden
-        # A larger weight has its own function, whose forward recompute runs, unless it ends before the product.
-        self.product_read = not batch.config.post_norms and (queues or down >= FUSED_ACCUMULATION_MIN_NUMEL)
         self._layer = {unit: int(unit.split(".")[1]) for unit in self.units if unit.startswith("layers.")}
         self._saved_of, self._whole_of = self._by_unit(saved), self._by_unit(unrecomputed)
         self._saved_until = list(accumulate(map(count_bytes, self._saved_of.values())))
@@ -200,8 +196,9 @@ class StageSnapshots:
                 state = Backward(arrived, self.queues, self.queues and not split)
                 yield from (held.snapshot(unit) for held in self._block(unit).backward(state))
         elif unit in self._layer:
-            again = self._bytes_beside_recomputed(unit)
-            again += count_bytes(self._whole_of[unit]) - count_bytes(self._saved_of[unit])
+            again = count_bytes(self._whole_of[unit]) - count_bytes(self._saved_of[unit])
+            if self.batch.narrow and self.batch.layout.recompute != "none":  # beside the copy that a norm saves
+                again += sum(each.bytes for each in self._saved_of[unit] if each.name == f"{unit}.input")
             more = [activation("recomputed", again)] if again > 0 else []
             layer = self._layer[unit]
             alike = layer if layer in self.batch.routed else layer_kind(self.batch.config, layer)
@@ -213,24 +210,12 @@ class StageSnapshots:
         elif unit in LOOKED_UP and self.batch.config.adapter is None:
             yield from temporaries.embedding_pass(self.batch, unit).snapshots("embedding")
 
-    def _bytes_beside_recomputed(self, unit: str) -> int:
-        """Return the bytes of a layer's saved activations that stay allocated beside the recomputed activations: its
-        16-bit input, and results that the backward never reads. unit: name of the layer, such as "layers.3"."""
-        batch = self.batch
-        if batch.layout.recompute == "none":
-            return 0
-        names = [f"{unit}.input"] if batch.narrow else []
-        if not batch.config.post_norms:
-            results = "down.sum", "output", *(() if self.product_read else ("down.product",))
-            names += [f"{unit}.mlp.{what}" for what in results]
-        return sum(each.bytes for each in self.saved if each.name in names)
-
     def _layer_backward(self, unit: str, split: bool) -> Iterator[NamedSnapshot]:
         """Yield (snapshot name, temporaries) for the backward of an uncompiled layer. unit: name of the layer, such as
         "layers.3"; split: True if only input gradients are computed."""
         at, config, number, saved = self.batch, self.batch.config, self._layer[unit], self._whole_of[unit]
         kind = layer_kind(config, number)
-        sizes = {"split": int(split), "product_read": int(self.product_read)}
+        sizes = {"split": int(split)}
         layer = temporaries.Pass(layer_dimensions(at, number, sizes, {"split": split}), saved, f"{unit}.")
         yield from layer.snapshots("mixture" if kind.mixed else "mlp")
         if config.adapter and (config.adapter.dropout or config.adapter.packed) and not kind.mixed:

@@ -190,6 +190,7 @@ def problem_of(
     return Problem(
         config, where, length, given["batch"], engine, compile, optimizer, chosen, documents,
         pairs=recipe is not None and recipe.objective not in ("next-token", "distillation"),
+        graphs=recipe is not None and recipe.train.cuda_graphs and where.kind == "cuda",
         teacher=None if recipe is None else make_teacher_work(recipe, config), assumed=assumed,
         reserve=parse_reserve(options.get("reserve", 0), where.device.memory_bytes), process=process,
     )  # fmt: skip
