@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import inspect
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -124,8 +125,14 @@ FAULTS = {  # layout, owner, function, text, replacement
         *("dp2 zero3", zero.FsdpUnit, "unshard", "self.pending_all_gather.wait()", "pass"),
     ),
     "ZeRO-3 frees the next unit during its all-gather": (
-        *("dp2 zero3", zero.ParameterPrefetcher, "leave", "unit.reshard()"),
+        *("dp2 zero3", zero.ParameterPrefetcher, "leave", "unit.reshard(self._list_heirs(name, self._next))"),
         "[u.parameters.untyped_storage().resize_(0) for u in self._sharded[self._next.get(name, name)]]",
+    ),
+    "ZeRO-3 all-gathers the next unit into the memory of the one that computes": (
+        *("dp2 zero3", zero.ParameterPrefetcher, "_unshard", "for unit in self._needs[name]:"),
+        "for one, other in zip(self._sharded[name], self._sharded.get(prefetched, ())):\n"
+        "        if one._bytes == other._bytes: one._storage._swap_data_ptr_(other._storage)\n"
+        "    for unit in self._needs[name]:",
     ),
     "ZeRO-2 reuses a gradient buffer that is being sent": (
         *("dp2 zero2", zero.GradientReducer, "reduce", "output = unit.gradient if first"),
@@ -435,13 +442,25 @@ def test_outcome_that_is_read_before_its_copy_has_arrived_is_detected():
 # --- gathered parameters
 
 
-def find_most_gathered(text: str) -> dict[str, list[tuple[int, int]]]:
-    """Train on a layout with ZeRO-3 on simulated streams. Return for each kind of FSDP unit ("layers", "embedding",
-    "head") on each rank: how many units of this kind had memory for gathered parameters at once at most, and in how
-    many different sizes."""
+class Gathered(NamedTuple):
+    """Units of one kind on one rank: how many had memory for gathered parameters at once at most, the number of
+    different sizes, of all-gathers in passes, and of those for which memory was allocated."""
+
+    at_once: int
+    sizes: int
+    all_gathers: int
+    allocations: int
+
+
+def find_gathered(text: str) -> dict[str, list[Gathered]]:
+    """Train on a layout with ZeRO-3 on simulated streams. Return what is held of each kind of FSDP unit ("layers",
+    "embedding", "head"), by rank."""
     units: dict[int, list[zero.FsdpUnit]] = {}
+    gathers: Counter[tuple[int, str]] = Counter()
+    allocations: Counter[tuple[int, str]] = Counter()
     most: dict[tuple[int, str], int] = {}
     start, reshard = zero.FsdpUnit.start_all_gather, zero.FsdpUnit.reshard
+    unshard = zero.ParameterPrefetcher._unshard
 
     def count(unit: zero.FsdpUnit) -> None:
         of_rank = units.setdefault(id(unit.axes.shard.communicator), [])
@@ -453,12 +472,20 @@ def find_most_gathered(text: str) -> dict[str, list[tuple[int, int]]]:
             key = id(unit.axes.shard.communicator), kind
             most[key] = max(most.get(key, 0), here)
 
+    def unshard_counted(prefetcher: zero.ParameterPrefetcher, *names: str) -> None:
+        for unit in (unit for name in names if name for unit in prefetcher._sharded[name]):
+            if not unit.is_unsharded and unit.pending_all_gather is None:
+                key = id(unit.axes.shard.communicator), unit.flat.name.split(".")[0]
+                gathers[key] += 1
+                allocations[key] += not unit.parameters.untyped_storage().nbytes()
+        unshard(prefetcher, *names)
+
     def start_counted(unit: zero.FsdpUnit) -> None:
         start(unit)
         count(unit)
 
-    def reshard_counted(unit: zero.FsdpUnit) -> None:
-        reshard(unit)
+    def reshard_counted(unit: zero.FsdpUnit, *heirs: Any) -> None:
+        reshard(unit, *heirs)
         count(unit)
 
     layout = Layout.parse(text)
@@ -468,12 +495,14 @@ def find_most_gathered(text: str) -> dict[str, list[tuple[int, int]]]:
         StreamRanks(layout.world_size, seed=5) as ranks,
         mock.patch.object(zero.FsdpUnit, "start_all_gather", start_counted),
         mock.patch.object(zero.FsdpUnit, "reshard", reshard_counted),
+        mock.patch.object(zero.ParameterPrefetcher, "_unshard", unshard_counted),
     ):
         ranks.run(run_rank, problem, text)
-    found: dict[str, list[tuple[int, int]]] = {}
-    for (rank, kind), counted in most.items():
+    found: dict[str, list[Gathered]] = {}
+    for key, counted in most.items():
+        rank, kind = key
         sizes = {each._bytes for each in units[rank] if each.flat.name.split(".")[0] == kind}
-        found.setdefault(kind, []).append((counted, len(sizes)))
+        found.setdefault(kind, []).append(Gathered(counted, len(sizes), gathers[key], allocations[key]))
     return found
 
 
@@ -484,24 +513,27 @@ def find_most_gathered(text: str) -> dict[str, list[tuple[int, int]]]:
         *exhaustive("dp2 zero3 tp2 ac:selective", "dp4 zero3 hs2 mb2", "dp2 zero3 pp2 mb4"),
     ],
 )
-def test_zero_3_holds_at_most_two_gathered_layers_of_one_size(text: str):
-    found = find_most_gathered(text)
-    assert len(found["layers"]) == Layout.parse(text).world_size
-    assert set(found["layers"]) == {(2, 1)}, found
+def test_zero_3_gathers_the_layers_of_a_pass_into_two_buffers(text: str):
+    layout, found = Layout.parse(text), find_gathered(text)
+    assert len(found["layers"]) == layout.world_size
+    assert {each[:2] for each in found["layers"]} == {(2, 1)}, found
     for kind in ("embedding", "head"):
-        assert {counted for counted, _ in found[kind]} == {1}
+        assert {each.at_once for each in found[kind]} == {1}
+    for each in found["layers"] if layout.pp == 1 else ():
+        assert each.all_gathers % 8 == 0
+        assert each.allocations == 2 * each.all_gathers // 8, found
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "old"),
     [
-        (zero.ParameterPrefetcher, "leave", "unit.reshard()"),
-        (zero.ParameterPrefetcher, "_leave_backward", "unit.reshard()"),
+        (zero.ParameterPrefetcher, "leave", "unit.reshard(self._list_heirs(name, self._next))"),
+        (zero.ParameterPrefetcher, "_leave_backward", "unit.reshard(self._list_heirs(name, self._previous))"),
     ],
 )
 def test_layer_that_stays_gathered_is_counted(owner: Any, name: str, old: str):
     with edited(owner, name, old, "pass"):
-        assert max(counted for counted, _ in find_most_gathered("dp2 zero3")["layers"]) > 2
+        assert max(each.at_once for each in find_gathered("dp2 zero3")["layers"]) > 2
 
 
 # --- dispatch of tokens and the shared expert
