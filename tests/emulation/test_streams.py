@@ -272,6 +272,7 @@ def save_and_update() -> list[float]:
     """Return the values that a checkpoint of eight weights would write while the next step changes them."""
     weights = torch.arange(8.0)
     snapshot = SnapshotBuffers().take([TensorSlice("master", "weights", 0, 8, weights)])
+    snapshot.wait_on_stream()
     weights.zero_()
     snapshot.wait()
     return snapshot.slices[0].tensor.tolist()
@@ -282,14 +283,43 @@ def save_and_update() -> list[float]:
     [
         (Snapshot, "wait", "return", "return"),
         (Snapshot, "wait", "self.ready.synchronize()", "pass"),
-        (SnapshotBuffers, "take", "stream.record_event()", "None"),
+        (Snapshot, "wait_on_stream", "self.stream.wait_event(self.ready)", "pass"),
+        (SnapshotBuffers, "take", "self._copies.record_event()", "None"),
+        (SnapshotBuffers, "take", "self._copies.record_event()", "stream.record_event()"),
+        (SnapshotBuffers, "_start_copies", "self._copies.wait_stream(stream)", "pass"),
     ],
-    ids=["right", "no wait", "no event"],
+    ids=["right", "no wait", "no wait on the stream", "no event", "event of another stream", "copies begin too early"],
 )
-def test_snapshot_is_read_after_its_event_has_passed(owner: Any, name: str, old: str, new: str):
+def test_snapshot_is_copied_before_the_next_update_and_read_after_the_copies(owner: Any, name: str, old: str, new: str):
     with StreamRanks(1) as ranks, edited(owner, name, old, new) if old != new else nullcontext():
-        (written,) = ranks.run(save_and_update)
+        try:
+            (written,) = ranks.run(save_and_update)
+        except (StreamFault, AttributeError):
+            written = []
     assert (written == list(range(8))) == (old == new)
+
+
+def save_and_train(problem: Problem, text: str) -> bool:
+    """Take a snapshot of the state after a step, train another, and return True if the snapshot is of its time."""
+    layout = Layout.parse(text)
+    mesh = Mesh.create(layout)
+    this = _VerificationRun(problem, layout, mesh, None)._make_trainer()
+    this.step()
+    slices = this.slices(owned=True)
+    state = {item.name: item.tensor.clone() for item in slices}
+    snapshot = SnapshotBuffers().take(slices)
+    this.before_update = snapshot.wait_on_stream
+    this.step()
+    snapshot.wait()
+    mesh.close()
+    return all(torch.equal(item.tensor, state[item.name]) for item in snapshot.slices)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_step_computes_beside_a_snapshot_until_the_update(planted: bool):
+    fault = edited(trainer.Trainer, "_update", "self.before_update()", "pass") if planted else nullcontext()
+    with StreamRanks(2) as ranks, fault, pytest.raises(StreamFault) if planted else nullcontext():
+        assert all(ranks.run(save_and_train, make_problem(Layout.parse("dp2 zero1")), "dp2 zero1"))
 
 
 def test_reordered_calls_of_one_rank_are_a_circular_wait_although_results_are_right():
