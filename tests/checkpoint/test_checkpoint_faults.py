@@ -3,12 +3,14 @@ and nothing else is lost."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -18,11 +20,13 @@ from torch.profiler import profile
 
 from meshwright.checkpoint import Checkpointer, SaveOptions, find_best, find_newest, read_manifest, verify_checkpoint
 from meshwright.checkpoint import checkpointer as checkpointer_module
+from meshwright.checkpoint import snapshot as snapshot_module
 from meshwright.checkpoint.manifest import DamagedCheckpoint
-from meshwright.checkpoint.snapshot import SnapshotBuffers
+from meshwright.checkpoint.snapshot import CHUNK_BYTES, SnapshotBuffers
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.parallel.flat_buffers import TensorSlice
+from tests.emulation.streams import ComputeStream, CopyStream
 from tests.training import checkpoint_cases as cases
 
 CONFIG = cases.tiny("llama")
@@ -193,43 +197,86 @@ def test_state_may_change_during_background_save(tmp_path):
     assert all(weights.any() for weights in load_file(tmp_path / "step-000001/model.safetensors").values())
 
 
+class CudaRuntime:
+    """Stand-in for `torch.cuda.cudart()`, which pins memory or, if `refused`, from the range number `refused` on does
+    not. Memory that is freed while it is registered, or unregistered while it is in use, would be an error in CUDA."""
+
+    def __init__(self, refused: int | None = None) -> None:
+        self.registered: dict[int, int] = {}
+        self._refused = refused
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        refuses = self._refused is not None and len(self.registered) >= self._refused
+        assert flags == 1
+        assert all(address >= start + length or start >= address + size for start, length in self.registered.items())
+        self.registered.update({} if refuses else {address: size})
+        return int(refuses)
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+
 @pytest.mark.parametrize("refused", [False, True])
 def test_snapshot_of_gpu_state_pins_the_bytes_that_it_needs_until_it_needs_more(
     monkeypatch: pytest.MonkeyPatch, refused: bool
 ):
-    """Memory that is freed while it is registered, or unregistered while it is in use, would be an error in CUDA, which
-    reports a refusal again at the next launch of a kernel."""
-    registered: dict[int, int] = {}
+    """CUDA reports a refusal again at the next launch of a kernel."""
+    runtime = CudaRuntime(0 if refused else None)
     launches = list[str]()
 
     def launch(*_: object, device: str) -> None:
         launches.append(device)
         raise RuntimeError("CUDA error: out of memory")
 
-    class Runtime:
-        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-            assert address not in registered and flags == 1
-            registered.update({} if refused else {address: size})
-            return int(refused)
-
-        def cudaHostUnregister(self, address: int) -> int:
-            del registered[address]
-            return 0
-
-    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch, "zeros", launch)
+    monkeypatch.setattr(snapshot_module, "CHUNK_BYTES", 2**40)
     buffers = SnapshotBuffers()
     for numel in (100_001, 70_000, 200_003):
         state = torch.arange(float(numel))
         snapshot = buffers.take([TensorSlice("master", "weights", 0, numel, state)])
         held = snapshot.buffers[0].data_ptr()
         largest = 100_001 if numel < 200_003 else numel
-        assert registered == ({} if refused else {held: 4 * largest})
+        assert runtime.registered == ({} if refused else {held: 4 * largest})
         assert torch.equal(snapshot.slices[0].tensor, state)
         del snapshot
     del buffers
-    assert not registered and launches == (["cuda"] * 2 if refused else [])
+    assert not runtime.registered and launches == (["cuda"] * 2 if refused else [])
+
+
+@pytest.mark.parametrize("refused", [None, 2])
+def test_snapshot_of_gpu_state_is_pinned_and_copied_in_chunks(monkeypatch: pytest.MonkeyPatch, refused: int | None):
+    """A copy never crosses the bounds of a pinned range, which are bounds of pages too: CUDA would refuse it."""
+    runtime, chunk, copied = CudaRuntime(refused), 2**16, list[tuple[int, int]]()
+    copy = torch.Tensor.copy_
+
+    def watch(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        copied.append((target.data_ptr(), target.nbytes))
+        assert non_blocking
+        return copy(target, source)
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: None)  # a launch that reports a refusal
+    monkeypatch.setattr(torch.Tensor, "copy_", watch)
+    monkeypatch.setattr(torch.cuda, "Stream", CopyStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(snapshot_module.backend, "current_stream", lambda device: ComputeStream())
+    monkeypatch.setattr(snapshot_module, "CHUNK_BYTES", chunk)
+    states = [torch.randn(70_003), torch.randn(13), torch.arange(40_001).to(torch.bfloat16)]
+    pieces = [TensorSlice("master", f"weights {n}", 0, len(state), state) for n, state in enumerate(states)]
+    snapshot = SnapshotBuffers().take(pieces)
+    assert all(torch.equal(item.tensor, state) for item, state in zip(snapshot.slices, states, strict=True))
+    ranges = [(start, start + size) for start, size in copied]
+    assert len(ranges) >= sum(buffer.nbytes for buffer in snapshot.buffers) // chunk
+    assert sum(size for _, size in copied) == sum(state.nbytes for state in states)
+    for start, stop in [*ranges, *((start, start + size) for start, size in runtime.registered.items())]:
+        assert 0 < stop - start <= chunk and (stop - 1) // chunk == start // chunk
+    if refused is None:
+        assert sum(runtime.registered.values()) == sum(state.nbytes for state in states)
+    assert CHUNK_BYTES <= 2**30 and CHUNK_BYTES.bit_count() == 1 and CHUNK_BYTES % mmap.PAGESIZE == 0
 
 
 def test_snapshot_reuses_allocated_memory():

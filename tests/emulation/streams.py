@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial, reduce
 from itertools import islice
@@ -99,6 +99,14 @@ class StreamCallMatcher(CallMatcher):
     def stream(self) -> ComputeStream:
         """Stream on which the running rank computes."""
         return self.streams[self.scheduler.current().index]
+
+    @contextlib.contextmanager
+    def use_stream(self, stream: ComputeStream) -> Iterator[None]:
+        """Context manager in which the running rank queues its work on `stream`. Stand-in for `torch.cuda.stream`."""
+        rank, computing = self.scheduler.current().index, self.stream
+        self.streams[rank] = stream
+        yield
+        self.streams[rank] = computing
 
     def join(self, group: Any, operation: str, call: RankCall, op: str = "SUM", root: int = 0) -> EmulatedWork:
         """Post this rank's call in a collective call of `group` as a kernel on the group's stream; return the handle.
@@ -196,12 +204,20 @@ class ComputeStream:
 
     def __init__(self) -> None:
         self.host = self.device = 0.0
-        self._copies: list[Callable[[], object]] = []
+        self._copies: list[_CopyToHost] = []
 
     def copy_to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy of `source` to `target`, which stays poisoned (NaN) until the host has waited for the copy."""
-        self._copies.append(partial(target.copy_, source.detach().clone()))
+        self._copies.append(copy := _CopyToHost(target, source))
+        copy.read()  # before later work on this stream
         target.fill_(_choose_poison(target.dtype))
+
+    def wait_event(self, event: StreamEvent) -> None:
+        """Make this stream's later work wait for an event on another stream: the copies before it have then read their
+        sources."""
+        for copy in event.copies[: event.copies_before]:
+            copy.read()
+        self.device = max(self.device, event.seconds)
 
     def synchronize(self) -> None:
         """Make the host wait for all queued work."""
@@ -212,22 +228,64 @@ class ComputeStream:
         return StreamEvent(self, self._copies, len(self._copies), self.device)
 
 
+class CopyStream(ComputeStream):
+    """Stream that copies to host memory while the rank computes on another. A copy reads its source late: when the host
+    or the computing stream waits for it. _: arguments of `torch.cuda.Stream`."""
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+        self._follows = False
+
+    def wait_stream(self, stream: ComputeStream) -> None:
+        """Make copies that are queued later wait for the work that `stream` has now."""
+        self._follows = True
+        self.device = max(self.device, stream.device)
+
+    def copy_to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy of `source` to `target`, which stays poisoned (NaN) until the host has waited for the copy. It
+        copies NaN if this stream does not wait for the work that computes `source`."""
+        if not self._follows:
+            source = torch.full_like(source, _choose_poison(source.dtype))
+        self._copies.append(_CopyToHost(target, source))
+        target.fill_(_choose_poison(target.dtype))
+
+
+class _CopyToHost:
+    """Copy of `source` to the tensor `target` in host memory, which a stream makes."""
+
+    def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._target, self._source, self._before = target, source.detach(), source.detach().clone()
+        self._is_read = self._is_made = False
+
+    def read(self) -> None:
+        """Read the source. Raises StreamFault if it has changed since the copy was queued."""
+        if not self._is_read and not torch.equal(_view_bytes(self._source), _view_bytes(self._before)):
+            raise StreamFault("a tensor was changed while a stream copied it to the host")
+        self._is_read = True
+
+    def make(self) -> None:
+        """Write the target, once."""
+        self.read()
+        if not self._is_made:
+            self._target.copy_(self._before)
+        self._is_made = True
+
+
 class StreamEvent(NamedTuple):
-    """Event on a compute stream, with the method of `torch.cuda.Event` that the engine calls. copies: all copies to the
-    host that were queued on `stream`, each a function that makes it; copies_before: number of them before the event.
-    seconds: simulated time at which the stream reaches the event."""
+    """Event on a stream, with the method of `torch.cuda.Event` that the engine calls. copies: all copies to the host
+    that were queued on `stream`; copies_before: number of them before the event. seconds: simulated time at which the
+    stream reaches the event."""
 
     stream: ComputeStream
-    copies: list[Callable[[], object]]
+    copies: list[_CopyToHost]
     copies_before: int
     seconds: float
 
     def synchronize(self) -> None:
         """Make the host wait for the event, and make the copies that were queued before it."""
         self.stream.host = max(self.stream.host, self.seconds)
-        for at in range(self.copies_before):
-            self.copies[at]()
-            self.copies[at] = lambda: None
+        for copy in self.copies[: self.copies_before]:
+            copy.make()
 
 
 class StreamRanks(EmulatedRanks):
@@ -264,6 +322,8 @@ class StreamRanks(EmulatedRanks):
             (dist, "batch_isend_irecv", self.matcher.post_together),
             (backend, "current_stream", lambda device: self.matcher.stream),
             (torch.Tensor, "copy_", copy_late),
+            (torch.cuda, "Stream", CopyStream),
+            (torch.cuda, "stream", self.matcher.use_stream),
             (
                 call_matcher,
                 "_INTERNAL",

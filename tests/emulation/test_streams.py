@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import inspect
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -124,8 +125,14 @@ FAULTS = {  # layout, owner, function, text, replacement
         *("dp2 zero3", zero.FsdpUnit, "unshard", "self.pending_all_gather.wait()", "pass"),
     ),
     "ZeRO-3 frees the next unit during its all-gather": (
-        *("dp2 zero3", zero.ParameterPrefetcher, "leave", "unit.reshard()"),
+        *("dp2 zero3", zero.ParameterPrefetcher, "leave", "unit.reshard(self._list_heirs(name, self._next))"),
         "[u.parameters.untyped_storage().resize_(0) for u in self._sharded[self._next.get(name, name)]]",
+    ),
+    "ZeRO-3 all-gathers the next unit into the memory of the one that computes": (
+        *("dp2 zero3", zero.ParameterPrefetcher, "_unshard", "for unit in self._needs[name]:"),
+        "for one, other in zip(self._sharded[name], self._sharded.get(prefetched, ())):\n"
+        "        if one._bytes == other._bytes: one._storage._swap_data_ptr_(other._storage)\n"
+        "    for unit in self._needs[name]:",
     ),
     "ZeRO-2 reuses a gradient buffer that is being sent": (
         *("dp2 zero2", zero.GradientReducer, "reduce", "output = unit.gradient if first"),
@@ -265,6 +272,7 @@ def save_and_update() -> list[float]:
     """Return the values that a checkpoint of eight weights would write while the next step changes them."""
     weights = torch.arange(8.0)
     snapshot = SnapshotBuffers().take([TensorSlice("master", "weights", 0, 8, weights)])
+    snapshot.wait_on_stream()
     weights.zero_()
     snapshot.wait()
     return snapshot.slices[0].tensor.tolist()
@@ -275,14 +283,43 @@ def save_and_update() -> list[float]:
     [
         (Snapshot, "wait", "return", "return"),
         (Snapshot, "wait", "self.ready.synchronize()", "pass"),
-        (SnapshotBuffers, "take", "stream.record_event()", "None"),
+        (Snapshot, "wait_on_stream", "self.stream.wait_event(self.ready)", "pass"),
+        (SnapshotBuffers, "take", "self._copies.record_event()", "None"),
+        (SnapshotBuffers, "take", "self._copies.record_event()", "stream.record_event()"),
+        (SnapshotBuffers, "_start_copies", "self._copies.wait_stream(stream)", "pass"),
     ],
-    ids=["right", "no wait", "no event"],
+    ids=["right", "no wait", "no wait on the stream", "no event", "event of another stream", "copies begin too early"],
 )
-def test_snapshot_is_read_after_its_event_has_passed(owner: Any, name: str, old: str, new: str):
+def test_snapshot_is_copied_before_the_next_update_and_read_after_the_copies(owner: Any, name: str, old: str, new: str):
     with StreamRanks(1) as ranks, edited(owner, name, old, new) if old != new else nullcontext():
-        (written,) = ranks.run(save_and_update)
+        try:
+            (written,) = ranks.run(save_and_update)
+        except (StreamFault, AttributeError):
+            written = []
     assert (written == list(range(8))) == (old == new)
+
+
+def save_and_train(problem: Problem, text: str) -> bool:
+    """Take a snapshot of the state after a step, train another, and return True if the snapshot is of its time."""
+    layout = Layout.parse(text)
+    mesh = Mesh.create(layout)
+    this = _VerificationRun(problem, layout, mesh, None)._make_trainer()
+    this.step()
+    slices = this.slices(owned=True)
+    state = {item.name: item.tensor.clone() for item in slices}
+    snapshot = SnapshotBuffers().take(slices)
+    this.before_update = snapshot.wait_on_stream
+    this.step()
+    snapshot.wait()
+    mesh.close()
+    return all(torch.equal(item.tensor, state[item.name]) for item in snapshot.slices)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_step_computes_beside_a_snapshot_until_the_update(planted: bool):
+    fault = edited(trainer.Trainer, "_update", "self.before_update()", "pass") if planted else nullcontext()
+    with StreamRanks(2) as ranks, fault, pytest.raises(StreamFault) if planted else nullcontext():
+        assert all(ranks.run(save_and_train, make_problem(Layout.parse("dp2 zero1")), "dp2 zero1"))
 
 
 def test_reordered_calls_of_one_rank_are_a_circular_wait_although_results_are_right():
@@ -435,13 +472,25 @@ def test_outcome_that_is_read_before_its_copy_has_arrived_is_detected():
 # --- gathered parameters
 
 
-def find_most_gathered(text: str) -> dict[str, list[tuple[int, int]]]:
-    """Train on a layout with ZeRO-3 on simulated streams. Return for each kind of FSDP unit ("layers", "embedding",
-    "head") on each rank: how many units of this kind had memory for gathered parameters at once at most, and in how
-    many different sizes."""
+class Gathered(NamedTuple):
+    """Units of one kind on one rank: how many had memory for gathered parameters at once at most, the number of
+    different sizes, of all-gathers in passes, and of those for which memory was allocated."""
+
+    at_once: int
+    sizes: int
+    all_gathers: int
+    allocations: int
+
+
+def find_gathered(text: str) -> dict[str, list[Gathered]]:
+    """Train on a layout with ZeRO-3 on simulated streams. Return what is held of each kind of FSDP unit ("layers",
+    "embedding", "head"), by rank."""
     units: dict[int, list[zero.FsdpUnit]] = {}
+    gathers: Counter[tuple[int, str]] = Counter()
+    allocations: Counter[tuple[int, str]] = Counter()
     most: dict[tuple[int, str], int] = {}
     start, reshard = zero.FsdpUnit.start_all_gather, zero.FsdpUnit.reshard
+    unshard = zero.ParameterPrefetcher._unshard
 
     def count(unit: zero.FsdpUnit) -> None:
         of_rank = units.setdefault(id(unit.axes.shard.communicator), [])
@@ -453,12 +502,20 @@ def find_most_gathered(text: str) -> dict[str, list[tuple[int, int]]]:
             key = id(unit.axes.shard.communicator), kind
             most[key] = max(most.get(key, 0), here)
 
+    def unshard_counted(prefetcher: zero.ParameterPrefetcher, *names: str) -> None:
+        for unit in (unit for name in names if name for unit in prefetcher._sharded[name]):
+            if not unit.is_unsharded and unit.pending_all_gather is None:
+                key = id(unit.axes.shard.communicator), unit.flat.name.split(".")[0]
+                gathers[key] += 1
+                allocations[key] += not unit.parameters.untyped_storage().nbytes()
+        unshard(prefetcher, *names)
+
     def start_counted(unit: zero.FsdpUnit) -> None:
         start(unit)
         count(unit)
 
-    def reshard_counted(unit: zero.FsdpUnit) -> None:
-        reshard(unit)
+    def reshard_counted(unit: zero.FsdpUnit, *heirs: Any) -> None:
+        reshard(unit, *heirs)
         count(unit)
 
     layout = Layout.parse(text)
@@ -468,12 +525,14 @@ def find_most_gathered(text: str) -> dict[str, list[tuple[int, int]]]:
         StreamRanks(layout.world_size, seed=5) as ranks,
         mock.patch.object(zero.FsdpUnit, "start_all_gather", start_counted),
         mock.patch.object(zero.FsdpUnit, "reshard", reshard_counted),
+        mock.patch.object(zero.ParameterPrefetcher, "_unshard", unshard_counted),
     ):
         ranks.run(run_rank, problem, text)
-    found: dict[str, list[tuple[int, int]]] = {}
-    for (rank, kind), counted in most.items():
+    found: dict[str, list[Gathered]] = {}
+    for key, counted in most.items():
+        rank, kind = key
         sizes = {each._bytes for each in units[rank] if each.flat.name.split(".")[0] == kind}
-        found.setdefault(kind, []).append((counted, len(sizes)))
+        found.setdefault(kind, []).append(Gathered(counted, len(sizes), gathers[key], allocations[key]))
     return found
 
 
@@ -484,24 +543,27 @@ def find_most_gathered(text: str) -> dict[str, list[tuple[int, int]]]:
         *exhaustive("dp2 zero3 tp2 ac:selective", "dp4 zero3 hs2 mb2", "dp2 zero3 pp2 mb4"),
     ],
 )
-def test_zero_3_holds_at_most_two_gathered_layers_of_one_size(text: str):
-    found = find_most_gathered(text)
-    assert len(found["layers"]) == Layout.parse(text).world_size
-    assert set(found["layers"]) == {(2, 1)}, found
+def test_zero_3_gathers_the_layers_of_a_pass_into_two_buffers(text: str):
+    layout, found = Layout.parse(text), find_gathered(text)
+    assert len(found["layers"]) == layout.world_size
+    assert {each[:2] for each in found["layers"]} == {(2, 1)}, found
     for kind in ("embedding", "head"):
-        assert {counted for counted, _ in found[kind]} == {1}
+        assert {each.at_once for each in found[kind]} == {1}
+    for each in found["layers"] if layout.pp == 1 else ():
+        assert each.all_gathers % 8 == 0
+        assert each.allocations == 2 * each.all_gathers // 8, found
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "old"),
     [
-        (zero.ParameterPrefetcher, "leave", "unit.reshard()"),
-        (zero.ParameterPrefetcher, "_leave_backward", "unit.reshard()"),
+        (zero.ParameterPrefetcher, "leave", "unit.reshard(self._list_heirs(name, self._next))"),
+        (zero.ParameterPrefetcher, "_leave_backward", "unit.reshard(self._list_heirs(name, self._previous))"),
     ],
 )
 def test_layer_that_stays_gathered_is_counted(owner: Any, name: str, old: str):
     with edited(owner, name, old, "pass"):
-        assert max(counted for counted, _ in find_most_gathered("dp2 zero3")["layers"]) > 2
+        assert max(each.at_once for each in find_gathered("dp2 zero3")["layers"]) > 2
 
 
 # --- dispatch of tokens and the shared expert

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from meshwright.checkpoint import find_newest, verify_checkpoint
 from meshwright.errors import UserError
 from meshwright.monitoring.report import write_report
 from meshwright.parallel.module.table import describe_module
+from meshwright.training.loop import Run
 from meshwright.training.module import fit, load
+from meshwright.training.module.run import ModuleRun
 from tests.monitoring.test_profile import Trace, read
 from tests.training import module_cases as cases
 
@@ -267,3 +270,11 @@ def test_half_precision_keeps_masters_and_scales_the_loss(two, tmp_path):
         assert states == outcome["result"]["predicted"]["state_bytes"] and states["masters"] > 0
         lines = [json.loads(line) for line in (tmp_path / layout / "metrics.jsonl").read_text().splitlines()]
         assert all(("loss_scale" in line) == ("fp16" in layout) for line in lines if "loss" in line)
+
+
+def test_forward_of_a_module_waits_for_the_copies_of_a_save_since_it_may_change_buffers():
+    run, calls = ModuleRun.__new__(ModuleRun), mock.Mock()
+    run.checkpointer = calls
+    with mock.patch.object(Run, "_save", calls.save):
+        run._save(None)
+    assert [name for name, *_ in calls.mock_calls] == ["save", "wait_on_stream"]

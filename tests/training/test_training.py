@@ -503,6 +503,8 @@ def test_step_is_logged_although_the_launch_of_the_next_one_fails(home):
     (outcome,) = cases.run(None, place, "fp32", fault="launch_of_step_4_fails", checkpoint_every=0)
     assert outcome["error"] == "OSError: the data cannot be read"
     assert [line["step"] for line in steps(place)] == [1, 2, 3]
+    assert all("forward" in line["seconds_by_part"] for line in steps(place))  # its own, not those of step 4
+    assert outcome["said"].count("waits for copies") == 3
 
 
 def test_skipped_step_that_ends_the_run_is_named_although_the_next_is_launched(two, home):

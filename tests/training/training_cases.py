@@ -272,8 +272,9 @@ def update_early_and_finish_at_once(run: loop.Run) -> None:
 
 
 def launch_of_step_4_fails(run: loop.Run) -> None:
-    """Step 4 fails at its launch, before step 3 is finished."""
+    """Step 4 fails at its launch, before step 3 is finished. Log each update that waits for the copies of a save."""
     update_early(run)
+    mock.patch.object(run.checkpointer, "wait_on_stream", lambda: run.journal.log("waits for copies")).start()
     load = run.trainer.task.load_step
 
     def failing(step: int) -> Any:

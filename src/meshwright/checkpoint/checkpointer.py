@@ -183,6 +183,12 @@ class Checkpointer:
             self._thread.join()
             self._thread = None
 
+    def wait_on_stream(self) -> None:
+        """Make the GPU wait until the copies of the last save are complete; called before the training state
+        changes."""
+        if self._save is not None:
+            self._save.snapshot.wait_on_stream()
+
     def abandon(self) -> None:
         """Cancel the save in progress after a failure on some rank, and remove its files; older checkpoints stay. Every
         rank calls this."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -13,6 +14,9 @@ from meshwright.comm import backend
 from meshwright.parallel.flat_buffers import TensorSlice
 
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for all CUDA contexts
+CHUNK_BYTES = 2**30
+"""Bytes of one copy from a GPU and of one range of pinned memory at most, a power of two: between two copies the GPU
+can send the few numbers that the host waits for in each step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +24,12 @@ class Snapshot:
     """Copy of slices of the training state in host memory.
 
     slices: the copied slices, whose tensors are views of `buffers`. buffers: one buffer per dtype, wider dtypes first.
-    ready: on CUDA, the event that follows the last copy and must have completed before the buffers are read; None on
-    CPUs."""
+    stream: on CUDA, the stream that changes the state. ready: on CUDA, the event that follows the last copy and must
+    have completed before the buffers are read. Both are None on CPUs."""
 
     slices: tuple[TensorSlice, ...]
     buffers: tuple[torch.Tensor, ...]
+    stream: torch.cuda.Stream | None
     ready: torch.cuda.Event | None
 
     def wait(self) -> None:
@@ -32,12 +37,19 @@ class Snapshot:
         if self.ready is not None:
             self.ready.synchronize()
 
+    def wait_on_stream(self) -> None:
+        """Make the GPU, not the host, wait until the copies are complete; called before the state changes."""
+        if self.stream is not None and self.ready is not None:
+            self.stream.wait_event(self.ready)
+
 
 class SnapshotBuffers:
     """Host buffers that all snapshots of a run reuse, because allocating memory takes longer than the copy."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[torch.dtype, bool], torch.Tensor] = {}
+        self._copies: Any = None
+        """On CUDA, the stream that copies."""
 
     def reserve(self, slices: Sequence[TensorSlice]) -> None:
         """Allocate the host buffers for snapshots of `slices` and touch every memory page, so that `take` causes no
@@ -46,25 +58,39 @@ class SnapshotBuffers:
             self._get_buffer(dtype, group).fill_(0)  # the first write allocates the pages
 
     def take(self, slices: Sequence[TensorSlice]) -> Snapshot:
-        """Copy the slices to host memory and return the snapshot. On CUDA the copies are queued on the current stream
-        without synchronization."""
+        """Copy the slices to host memory and return the snapshot. On CUDA the copies are queued on a separate stream,
+        without synchronization, so that the next step computes meanwhile: `Snapshot.wait_on_stream` must be called
+        before the slices change."""
         copied: list[TensorSlice] = []
         used: list[torch.Tensor] = []
-        for dtype, group in _group_by_dtype(slices).items():
-            buffer = self._get_buffer(dtype, group)
-            position = 0
-            for source in _merge_adjacent(group):
-                buffer[position : position + source.numel()].copy_(source, non_blocking=True)
-                position += source.numel()
-            used.append(buffer[:position])
-            position = 0
-            for item in group:
-                size = item.stop - item.start
-                view = buffer[position : position + size]
-                copied.append(replace(item, tensor=view))
-                position += size
         stream = next(filter(None, (backend.current_stream(item.tensor.device) for item in slices)), None)
-        return Snapshot(tuple(copied), tuple(used), None if stream is None else stream.record_event())
+        with self._start_copies(stream):
+            for dtype, group in _group_by_dtype(slices).items():
+                buffer = self._get_buffer(dtype, group)
+                position = 0
+                for source in _merge_adjacent(group):
+                    target = buffer[position : position + source.numel()]
+                    for part in [slice(None)] if stream is None else split_in_chunks(target):
+                        target[part].copy_(source[part], non_blocking=True)
+                    position += source.numel()
+                used.append(buffer[:position])
+                position = 0
+                for item in group:
+                    size = item.stop - item.start
+                    view = buffer[position : position + size]
+                    copied.append(replace(item, tensor=view))
+                    position += size
+        ready = None if stream is None else self._copies.record_event()
+        return Snapshot(tuple(copied), tuple(used), stream, ready)
+
+    def _start_copies(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+        """Return a context manager in which copies are queued on the stream of copies, after the work that is queued on
+        `stream` now. stream: stream that computes; None on a CPU."""
+        if stream is None:
+            return nullcontext()
+        self._copies = self._copies or torch.cuda.Stream(stream.device)
+        self._copies.wait_stream(stream)
+        return torch.cuda.stream(self._copies)
 
     def _get_buffer(self, dtype: torch.dtype, group: Sequence[TensorSlice]) -> torch.Tensor:
         """Return the host buffer into which all slices of one dtype are copied: the buffer of an earlier snapshot if it
@@ -84,15 +110,27 @@ class SnapshotBuffers:
 
 
 def pin_in_place(buffer: torch.Tensor) -> None:
-    """Pin the pages of a CPU tensor until the tensor object is freed, so that GPUs copy to it asynchronously. PyTorch's
-    allocator of pinned memory would round the size up to a power of two: 12 GiB of state would take 16 GiB a rank. If
-    the system refuses, the buffer stays unpinned: copies to it then block."""
+    """Pin the pages of a 1-D CPU tensor, in chunks, until the tensor object is freed, so that GPUs copy to it
+    asynchronously. PyTorch's allocator of pinned memory would round the size up to a power of two: 12 GiB of state
+    would take 16 GiB a rank. If the system refuses a chunk, the rest stays unpinned: copies to it then block."""
     runtime = torch.cuda.cudart()
-    if int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, PORTABLE)) == 0:
-        weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr())
-        return
-    with suppress(RuntimeError):  # CUDA reports the refusal once more, in the next launch of a kernel
-        torch.zeros(1, device="cuda")
+    for part in split_in_chunks(buffer):
+        chunk = buffer[part]
+        if int(runtime.cudaHostRegister(chunk.data_ptr(), chunk.nbytes, PORTABLE)):
+            with suppress(RuntimeError):  # CUDA reports the refusal once more, in the next launch of a kernel
+                torch.zeros(1, device="cuda")
+            return
+        weakref.finalize(buffer, runtime.cudaHostUnregister, chunk.data_ptr())
+
+
+def split_in_chunks(buffer: torch.Tensor) -> Iterator[slice]:
+    """Split a 1-D CPU tensor where its address is a multiple of `CHUNK_BYTES`, and so at the bounds of pages; yield the
+    elements of each part."""
+    start, size = 0, buffer.element_size()
+    while start < buffer.numel():
+        room = CHUNK_BYTES - (buffer.data_ptr() + start * size) % CHUNK_BYTES
+        yield slice(start, min(start + room // size, buffer.numel()))
+        start += room // size
 
 
 def _group_by_dtype(slices: Sequence[TensorSlice]) -> dict[torch.dtype, list[TensorSlice]]:

@@ -25,8 +25,9 @@ as much again (ZeRO, section 7). Hybrid sharding (FSDP, section 3.2.2) does all 
 all-reduces the gradient shards once a step over the groups' replicas.
 
 Communication. `FsdpUnit` holds the buffers and all-gathers parameters, `GradientReducer` sums gradients.
-Overlap (FSDP, section 3.3). `ParameterPrefetcher` starts the all-gather of a unit while the one before computes;
-reductions overlap with the backward pass of earlier layers, at most REDUCTIONS_IN_FLIGHT together.
+Overlap (FSDP, section 3.3). `ParameterPrefetcher` starts the all-gather of a unit while the one before computes, under
+ZeRO-3 into the memory of the unit before that one: the layers of a pass share two buffers. Reductions overlap with the
+backward pass of earlier layers, at most REDUCTIONS_IN_FLIGHT together.
 
 With tensor parallelism the flat buffers hold this rank's slices. With expert parallelism the experts of a layer are a
 separate FSDP unit, over the ranks that hold the same experts. `parallel/zero_engine.py` combines the units of a rank.
@@ -35,10 +36,10 @@ separate FSDP unit, over the ranks that hold the same experts. `parallel/zero_en
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -82,8 +83,9 @@ class FsdpUnit:
     Attributes:
 
     parameters          unsharded, in the parameter dtype; the model's parameters are views of it. Under ZeRO-3 it has
-                        memory only from `unshard` to `reshard`, which resizes the storage to 0 bytes: tensors saved
-                        for the backward pass become valid again when the unit is unsharded.
+                        memory only from `unshard` to `reshard`, which frees it or hands it to another unit. The
+                        storage stays the same: tensors saved for the backward pass become valid again when the unit is
+                        unsharded.
     parameter_shard     `parameters[start:stop]`, which the all-gather sends; under ZeRO-3 separate memory, else a view.
     master              the master weights that the optimizer updates, [start, stop); `parameter_shard` itself where
                         the dtypes agree.
@@ -140,14 +142,15 @@ class FsdpUnit:
             self.gradient = zeros(length if self.trainable else 0, dtype=master_dtype)
         self.is_unsharded = True
         self.pending_all_gather: Handle | None = None
-        self._bytes = self.parameters.untyped_storage().nbytes()
+        self._storage: Any = self.parameters.untyped_storage()
+        self._bytes = self._storage.nbytes()
 
     def start_all_gather(self) -> None:
         """Start to all-gather the parameters over the shard axis, unless they are unsharded or already in flight."""
         if self.is_unsharded or self.pending_all_gather is not None:
             return
-        if self.zero == 3:
-            self.parameters.untyped_storage().resize_(self._bytes)
+        if not self._storage.nbytes():
+            self._storage.resize_(self._bytes)
         self.pending_all_gather = all_gather(
             self.parameters, self.parameter_shard, self.axes.shard, PARAMETER_SITE, async_op=True
         )
@@ -162,13 +165,17 @@ class FsdpUnit:
         self.pending_all_gather = None
         self.is_unsharded = True
 
-    def reshard(self) -> None:
-        """Free the memory of the unsharded parameters (ZeRO-3 only); an all-gather in flight is first waited for."""
+    def reshard(self, heirs: Iterable[FsdpUnit] = ()) -> None:
+        """Free the memory of the unsharded parameters (ZeRO-3 only); an all-gather in flight is first waited for.
+        `heirs`: units that are all-gathered next; the first of them that needs as much memory and has none takes it
+        over, so that the allocator cannot split it between the two uses."""
         if self.pending_all_gather is not None:
             self.unshard()
-        if self.is_unsharded:
-            self.parameters.untyped_storage().resize_(0)
-            self.is_unsharded = False
+        fitting = (each for each in heirs if each._bytes == self._bytes and not each._storage.nbytes())
+        if self.is_unsharded and (heir := next(fitting, None)) is not None:
+            heir._storage._swap_data_ptr_(self._storage)  # tensors saved for backward refer to storages, which stay
+        self._storage.resize_(0)
+        self.is_unsharded = False
 
     def update_parameters(self) -> None:
         """Copy the master weights to the parameter shard, rounded to its dtype. Under ZeRO-1 and 2, start the
@@ -317,10 +324,9 @@ class ParameterPrefetcher(Units):
 
     def __init__(self, units: Sequence[str], needs: Mapping[str, Sequence[FsdpUnit]]) -> None:
         self.keeps_last = True
-        self._last = units[-1]
         self._needs = needs
         self._next = dict(pairwise(units))
-        self._previous = {after: before for before, after in pairwise(units)}
+        self._previous = {after: before for before, after in pairwise(units) if before not in LOOKED_UP}
         self._sharded = {name: [unit for unit in needs[name] if unit.zero == 3] for name in units}
         # A unit that a later one uses again (a tied embedding) stays unsharded until its last use.
         self._resharded_after: dict[str, list[FsdpUnit]] = {}
@@ -333,7 +339,7 @@ class ParameterPrefetcher(Units):
         """Unshard the FSDP unit `name` before its forward pass and start the all-gather of the next unit. Return the
         unit's input `x`; under ZeRO-3 it is wrapped in an autograd function, which reshards the unit at the end of its
         backward."""
-        self._unshard(name, self._next.get(name))
+        self._unshard(name, self._next.get(name, ""))
         if self._sharded[name] and isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
             return _BackwardHook.apply(x, partial(self._leave_backward, name))
         return x
@@ -345,37 +351,35 @@ class ParameterPrefetcher(Units):
         if not self._sharded[name]:
             return x
         with_backward = x.requires_grad and torch.is_grad_enabled()
-        if not (with_backward and self.keeps_last and name == self._last):
+        if not (with_backward and self.keeps_last and name not in self._next):
             for unit in self._resharded_after[name]:
-                unit.reshard()
-        return _BackwardHook.apply(x, partial(self._enter_backward, name)) if with_backward else x
+                unit.reshard(self._list_heirs(name, self._next))
+        unshard = partial(self._unshard, name, self._previous.get(name, ""))
+        # The backward of an embedding needs no parameters.
+        return _BackwardHook.apply(x, unshard) if with_backward and name not in LOOKED_UP else x
 
     def reshard(self) -> None:
         """Reshard all FSDP units of the stage at the end of a pass through it (ZeRO-3; otherwise do nothing)."""
-        for name in self._sharded:
-            self._leave_backward(name)
+        for unit in chain.from_iterable(self._sharded.values()):
+            unit.reshard()
 
-    def _unshard(self, name: str, prefetched: str | None) -> None:
+    def _list_heirs(self, name: str, following: Mapping[str, str]) -> Sequence[FsdpUnit]:
+        """Return the units that are all-gathered next when the FSDP unit `name` is resharded: those of the unit after
+        the next one. `following`: {unit: the unit that follows in this pass}."""
+        return self._sharded.get(following.get(following.get(name, ""), ""), [])
+
+    def _unshard(self, name: str, prefetched: str) -> None:
         """Unshard the parameters that the FSDP unit `name` uses (wait for their all-gathers). Then start the
-        all-gathers of the unit `prefetched`; None: start none."""
-        for each in (name, prefetched):
-            for unit in () if each is None else self._sharded[each]:
-                unit.start_all_gather()
+        all-gathers of the unit `prefetched`; "": start none."""
+        for unit in chain(self._sharded[name], self._sharded.get(prefetched, ())):
+            unit.start_all_gather()
         for unit in self._needs[name]:
             unit.unshard()
-
-    def _enter_backward(self, name: str) -> None:
-        """Unshard the FSDP unit `name` before its backward pass and start the all-gather of the unit that follows in
-        backward. An embedding is not all-gathered: its backward needs no parameters.
-        """
-        if name not in LOOKED_UP:
-            before = self._previous.get(name)
-            self._unshard(name, None if before in LOOKED_UP else before)
 
     def _leave_backward(self, name: str) -> None:
         """Reshard the parameters of the FSDP unit `name` after its backward pass."""
         for unit in self._sharded[name]:
-            unit.reshard()
+            unit.reshard(self._list_heirs(name, self._previous))
 
 
 class _BackwardHook(torch.autograd.Function):

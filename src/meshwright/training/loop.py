@@ -252,6 +252,7 @@ class Run:
             if self.recipe.checkpoint.background:
                 self.checkpointer.reserve(self.trainer.slices(owned=True))  # no page faults in the first save
             self.trainer.task.prepare(RunStart(directory, self.agreement, self.saved_state, self.journal.log))
+        self.trainer.before_update = self.checkpointer.wait_on_stream
         problem = None
         try:
             layout = self.trainer.layout
@@ -352,6 +353,4 @@ class Run:
         saved."""
         signal = "an interrupt" if self.stop.interrupted else "SIGTERM"
         line = f"stopped by {signal} after saving step {self.trainer.steps_done}; the same command resumes the run"
-        if self.stop.interrupted:
-            raise KeyboardInterrupt(line)
-        raise Terminated(line)
+        raise (KeyboardInterrupt if self.stop.interrupted else Terminated)(line)

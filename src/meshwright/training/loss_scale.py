@@ -39,14 +39,11 @@ class LossScale:
         may succeed; else False."""
         if not self.dynamic:
             return False
-        if finite:
-            self.finite_steps += 1
-            if self.finite_steps >= self.every:  # more if a resumed run has a smaller `every`
-                self.value = min(GREATEST, self.value * 2)
-                self.finite_steps = 0
-            return False
-        self.finite_steps = 0
-        if self.value <= LEAST:
+        self.finite_steps = self.finite_steps + 1 if finite else 0
+        if self.finite_steps >= self.every:  # more if a resumed run has a smaller `every`
+            self.value = min(GREATEST, self.value * 2)
+            self.finite_steps = 0
+        if finite or self.value <= LEAST:
             return False
         self.value = max(LEAST, self.value / 2)
         return math.isfinite(loss)

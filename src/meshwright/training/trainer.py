@@ -44,6 +44,8 @@ class Trainer:
         """True if the device updates, or skips the update, before the host knows the outcome of the step."""
         self.clock = StepClock(self.device, lambda: communicator.waited_seconds)
         self.passes.mark = self.clock.mark
+        self.before_update: Callable[[], None] = lambda: None
+        """Called before each update of the training state."""
         self.steps_done = 0
         self.skipped = 0
         """Number of skipped steps, whose loss or gradient was not finite."""
@@ -238,6 +240,7 @@ class Trainer:
     def _update(self, gradient_scale: float | GpuScale) -> None:
         """Run the optimizer on the master weights with the gradients multiplied by `gradient_scale`, then copy or
         all-gather the master weights into the parameters. Collective."""
+        self.before_update()
         self.optimizer.step(learning_rate(self.steps_done, self.recipe.train), gradient_scale)
         self.parallel.all_gather_parameters()
 

@@ -397,6 +397,14 @@ if __name__ == "__main__":
             watch.resized(storage)
             return found
 
+        swap = torch._C.StorageBase._swap_data_ptr_
+
+        def swapped(storage: Any, other: Any) -> None:
+            """One of them has no memory: the other's passes to it, which no allocator sees."""
+            swap(storage, other)
+            for each in sorted((storage, other), key=lambda each: each.nbytes()):
+                watch.resized(each)
+
         def evenly(ends_E: torch.Tensor) -> Iterator[tuple[int, slice]]:
             rows = routed.computed
             for at in range(len(ends_E)):
@@ -444,6 +452,7 @@ if __name__ == "__main__":
         with ExitStack() as stack:
             enter = stack.enter_context
             enter(mock.patch.object(torch.UntypedStorage, "resize_", resized))
+            enter(mock.patch.object(torch.UntypedStorage, "_swap_data_ptr_", swapped))
             enter(mock.patch.object(F, "scaled_dot_product_attention", attention(case.hopper)))
             enter(mock.patch.object(torch.Tensor, "data_ptr", lambda tensor: _address(tensor)))
             enter(mock.patch.object(grouped_product, "_iterate_expert_slices", evenly))

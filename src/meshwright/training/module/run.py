@@ -69,6 +69,12 @@ class ModuleRun(Run):
         loaded = self.checkpointer.load_newest(self.trainer.slices(owned=False))
         self.resumed_from = None if loaded is None else self._restore(*loaded)
 
+    def _save(self, validation_loss: float | None) -> None:
+        """Start to save a checkpoint, see `Run._save`; a module's forward may change its buffers, which are part of
+        the training state."""
+        super()._save(validation_loss)
+        self.checkpointer.wait_on_stream()
+
     def _predict(self) -> Prediction:
         """Return a prediction of traffic alone: the FLOPs and activations of a user's module are unknown."""
         return Prediction(None, None, self.trainer.task.predicted_traffic_by_axis(), None, False)
