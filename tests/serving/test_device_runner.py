@@ -21,6 +21,7 @@ from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.model.huggingface import load_huggingface
 from meshwright.planner.serving.device_ledger import CONTEXT_BYTES, SPLIT_COLUMNS, device_ledger
 from meshwright.planner.serving.ledger import RankLedger, ServingSizes
 from meshwright.serving.device_runner import DeviceRunner, StepSizes
@@ -259,6 +260,47 @@ def test_two_ranks_answer_like_one(layout: str, name: str, two: LocalRanks, dire
         assert answers == expected
         check_memory(memory, stages[stage])
     assert len({token for each in expected for token in each}) > 3
+
+
+def score_in_bfloat16(directory: str, layout: str) -> dict[str, np.ndarray]:
+    """Logits of a prompt on one rank in bfloat16, by the runner of a GPU and by that of a CPU."""
+    mesh = Mesh.single() if layout == "dp1" else Mesh.create(Layout.parse(layout))
+    device = DeviceRunner(
+        RankWeights(Path(directory), mesh), mesh, torch.bfloat16, LIMITS, device_reference, graphs=False
+    )
+    runners = {"gpu": device, "cpu": build_runner(RankPlan(directory, layout, "bfloat16", LIMITS), mesh)}
+    tables = len(block_tables(device.config, 1).windows)
+    batch, found = make_batch([Chunk(PROMPTS[2], 0, [3, 4, 5])], tables=tables), dict[str, np.ndarray]()
+    for kind, runner in runners.items():
+        rows = runner.run(batch)
+        found[kind] = rows.copy() if isinstance(rows, np.ndarray) else np.stack([row.on_host() for row in rows])
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"), [("dp1", "llama4-tiny"), ("tp2:nosp", "olmo2-tiny"), ("tp2:nosp", "olmo3-tiny")]
+)
+def test_norms_of_queries_and_keys_in_bfloat16_are_as_exact_as_the_models(
+    layout: str, name: str, two: LocalRanks, directories: Callable[..., Path]
+):
+    """Norms before scaled rotations (YaRN), and over the heads of all ranks. The median over tokens, as a router may
+    choose another expert."""
+    directory = directories(name)
+    if layout == "dp1":
+        ranks = [score_in_bfloat16(str(directory), layout)]
+    else:
+        ranks = two.run(score_in_bfloat16, str(directory), layout)
+    model, _ = load_huggingface(directory, torch.bfloat16)
+    tokens_BS = torch.tensor([PROMPTS[2]])
+    with torch.inference_mode():
+        own = model.output_logits(model.hidden(tokens_BS))[0].double()
+        model.double()  # the same, rounded weights
+        exact = model.output_logits(model.hidden(tokens_BS))[0]
+    error = lambda logits_RV: float(((logits_RV - exact).norm(dim=1) / exact.norm(dim=1)).median())  # noqa: E731
+    assert 1e-4 < error(own) < 0.05
+    errors = [error(torch.from_numpy(found).double()) for rank in ranks for found in rank.values()]
+    assert len(errors) == 2 * len(ranks) and max(errors) < 1.5 * error(own)
 
 
 SIZES = ServingSizes(LIMITS.token_budget, LIMITS.max_sequences, LIMITS.max_length, "float32")
