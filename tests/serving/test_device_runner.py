@@ -21,7 +21,9 @@ from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.huggingface import load_huggingface
+from meshwright.model.transformer import Transformer
 from meshwright.planner.serving.device_ledger import CONTEXT_BYTES, SPLIT_COLUMNS, device_ledger
 from meshwright.planner.serving.ledger import RankLedger, ServingSizes
 from meshwright.serving.device_runner import DeviceRunner, StepSizes
@@ -419,7 +421,9 @@ class _NoTensors:
     def __init__(self, config: ModelConfig) -> None:
         self.config, self.stage, self.first_expert = config, whole_model(config), 0
 
-    def load_into(self, model: torch.nn.Module, dtype: torch.dtype) -> None: ...
+    def build_model(self, axes: AxisOperations, device: torch.device, dtype: torch.dtype) -> Transformer:
+        model = Transformer(self.config, axes=axes, device=device, dtype=dtype, stages=[self.stage])
+        return model.requires_grad_(False).eval()
 
 
 class _Indexing(TorchFunctionMode):
