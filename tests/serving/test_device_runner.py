@@ -6,7 +6,9 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -38,6 +40,7 @@ from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.weights import RankWeights
 from meshwright.spec.block_tables import block_tables
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.presets import preset
 from meshwright.spec.stages import whole_model
 from tests.serving import device_reference
 from tests.serving.pool_checks import check_scheduler
@@ -342,12 +345,12 @@ def test_unsupported_configurations_on_gpu_are_refused(
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 def test_step_on_cuda_tensors_has_no_host_synchronisation(name: str, batch_invariant: bool):
-    """A tensor without memory has no values: reading one raises an error."""
-    config, device = small_config(name), torch.device("cuda", 0)
+    """A tensor without memory has no values: reading one raises an error. Experts are whole or on two ranks."""
+    config, device = small_config(name, **({"experts": 4} if preset(name).experts else {})), torch.device("cuda", 0)
     with FakeTensorMode(allow_non_fake_inputs=True), _Indexing():
         runner = DeviceRunner(
-            _NoTensors(config), Mesh.single(device=device), torch.bfloat16, LIMITS, device_reference,
-            batch_invariant=batch_invariant, graphs=False,
+            _NoTensors(config, expert_ranks=2 if config.experts and batch_invariant else 0), Mesh.single(device=device),
+            torch.bfloat16, LIMITS, device_reference, batch_invariant=batch_invariant, graphs=False,
         )  # fmt: skip
         for sizes in (StepSizes(4, 4, 4, 64, decoding=True), StepSizes(20, 7, 3, 37)):
             logits = runner.compute(sizes)
@@ -416,12 +419,17 @@ def test_tensors_of_a_step_fit_predicted_slack(name: str):
 
 
 class _NoTensors:
-    """Weights of a rank without tensors."""
+    """Weights of a rank without tensors, perhaps of the last of the ranks of ep."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, expert_ranks: int = 0) -> None:
         self.config, self.stage, self.first_expert = config, whole_model(config), 0
+        self.dispatcher = None
+        if expert_ranks:
+            self.first_expert = config.experts - config.experts // expert_ranks
+            self.dispatcher = SimpleNamespace(expert_ranks=expert_ranks, width_ranks=1, width_rank=0)
 
     def build_model(self, axes: AxisOperations, device: torch.device, dtype: torch.dtype) -> Transformer:
+        axes = replace(axes, dispatcher=self.dispatcher)
         model = Transformer(self.config, axes=axes, device=device, dtype=dtype, stages=[self.stage])
         return model.requires_grad_(False).eval()
 
