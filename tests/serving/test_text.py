@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from meshwright.data.tokenizers.detokenizer import IncrementalDetokenizer
 from meshwright.data.tokenizers.tokenizer import load_tokenizer, write_tokenizer
-from meshwright.serving.text import AnswerText, IncrementalDetokenizer
+from meshwright.serving.text import AnswerText
 
 SAMPLE = "naïve façade — 日本語のテキスト, emoji 👩🏽‍🚀🏳️‍🌈 and plain words\n\tdef f(x): return x  # ok\n"
 

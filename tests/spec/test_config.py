@@ -182,6 +182,18 @@ def test_gpt2_intermediate_defaults_to_four_times_hidden():
             {**LLAMA, "model_type": "glm4", "head_dim": 8, "partial_rotary_factor": 1.5},
             "rotary_fraction 1.5 of head_dim 8 must be",
         ),
+        ({**LLAMA, "rope_theta": 1e-200}, "rope_theta 1e-200 must be from 1e-18 to 1e+18"),
+        ({**LLAMA, "rms_norm_eps": 1e300}, "norm_epsilon 1e+300 must be from 1e-18 to 1e+18"),
+        ({**LLAMA, "rope_theta": float("nan")}, '"rope_theta" must be a number above 0, not nan'),
+        (
+            {**LLAMA, "rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 1e-200}},
+            "rope_scaling: attention_factor 1e-200 must be from 1e-18 to 1e+18",
+        ),
+        (
+            {**LLAMA, "model_type": "phi3", "original_max_position_embeddings": 16}
+            | {"rope_scaling": {"type": "su", "short_factor": [1e-300] * 4, "long_factor": [2.0] * 4}},
+            "rope_scaling: short_factors 1e-300 must be from 1e-18 to 1e+18",
+        ),
         ({**LLAMA, "model_type": "glm4", "head_dim": 9, "partial_rotary_factor": 0.5}, "head_dim 9 must be even"),
         (
             {**LLAMA, "model_type": "smollm3", "no_rope_layers": [1, 2, 1, 1, 1]},

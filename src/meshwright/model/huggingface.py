@@ -19,7 +19,7 @@ from meshwright.model.initialise import fill_parameters, initial_value
 from meshwright.model.transformer import Transformer
 from meshwright.names import unknown
 from meshwright.spec.config import Head, ModelConfig
-from meshwright.spec.config_json import config_from_huggingface, config_from_path, read_config
+from meshwright.spec.config_json import config_from_huggingface, read_config, read_decoder_config
 from meshwright.spec.disk_names import BASE_PREFIX, FORMER_ENDINGS, FURTHER_LAYERS, NESTED_PREFIXES, OTHER_HEADS
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.parameter_entries import ParameterEntry
@@ -40,13 +40,7 @@ def load_huggingface(
     when tensors are missing, unexpected, or of another shape than the configuration implies.
     """
     files = CheckpointFiles(directory)
-    config = config_from_path(directory)
-    if config.planning_only:
-        raise UserError(f"{directory}: {config.family} can be planned but not run: {config.planning_only}")
-    if config.encoder:
-        raise UserError(
-            f"{directory}: {config.family} is an encoder, which predicts no next token; `load_encoder` reads it"
-        )
+    config = read_decoder_config(Path(directory))
     return _load_model(partial(Transformer, device=device, dtype=dtype), config, files), config
 
 

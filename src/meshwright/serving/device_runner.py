@@ -23,7 +23,6 @@ from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.experts import Mixture
 from meshwright.model.latent_attention import LatentAttention
 from meshwright.model.loss import cap_logits_
-from meshwright.model.transformer import Transformer
 from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.planner.serving.device_ledger import SCRATCH_BYTES
 from meshwright.serving.device_layers import DeviceLayers, prepare_parameters
@@ -82,9 +81,7 @@ class DeviceRunner:
         # A dispatcher makes each rank hold whole experts. No token is sent: every tp rank has all tokens.
         dispatcher = AllToAllTokenDispatcher(mesh.ep, mesh.etp) if mesh.layout.expert_parallel else None
         axes = AxisOperations(tensor=self._tensor, dispatcher=dispatcher)
-        self._model = Transformer(self.config, axes=axes, device=self._device, dtype=dtype, stages=[self._stage])
-        self._model.requires_grad_(False).eval()
-        weights.load_into(self._model, dtype)
+        self._model = weights.build_model(axes, self._device, dtype)
         self._dtype = dtype
         self._layers = DeviceLayers(self.config, operations, self._tensor, batch_invariant, weights.first_expert)
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)

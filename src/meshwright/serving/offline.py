@@ -24,8 +24,8 @@ from meshwright.serving.replicas import Replicas
 from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import InvalidLogits
 from meshwright.serving.step_limits import StepLimits
-from meshwright.serving.weights import read_decoder_config
 from meshwright.spec.block_tables import MAX_TABLES
+from meshwright.spec.config_json import read_decoder_config
 from meshwright.threads import choose_threads
 
 _STEP_SECONDS = 24 * 3600.0  # long, as no client waits

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer
 
 from meshwright.data.records.examples import ExampleEncoder
 from meshwright.data.records.template_inputs import Conversation
+from meshwright.data.tokenizers.detokenizer import IncrementalDetokenizer, TokenBytes
 from meshwright.data.tokenizers.library import convert_library_errors, parse_tokenizer
 from meshwright.data.tokenizers.special_tokens import (
     find_special_tokens,
@@ -20,9 +20,8 @@ from meshwright.data.tokenizers.special_tokens import (
     read_special_tokens,
 )
 from meshwright.errors import UserError
-from meshwright.serving.text import IncrementalDetokenizer
 from meshwright.spec.config import ModelConfig
-from meshwright.untrusted import parse_json, read_file, read_json
+from meshwright.untrusted import read_file, read_json
 
 
 class PromptTooLong(UserError):
@@ -58,7 +57,7 @@ class Prompts:
         self._special = find_special_tokens(tokenizer, named)
         self._encoder = make_text_encoder(tokenizer, self._special)
         self._longest_token = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
-        self._token_bytes = _TokenBytes(tokenizer)
+        self._token_bytes = TokenBytes(tokenizer)
         self._chat = _load_chat(directory)
         self.chat_template = self._chat.template.source if self._chat else None
         turn_end = self._chat.find_turn_end() if self._chat else None
@@ -191,47 +190,3 @@ def _load_chat(directory: Path | None) -> ExampleEncoder | None:
         return None if directory is None else ExampleEncoder.from_directory(directory, "the model's chat template")
     except UserError:
         return None
-
-
-class _TokenBytes(dict[int, bytes]):
-    """Dictionary {token ID: UTF-8 bytes that it stands for} of a `tokenizer`; each entry is computed at first
-    access."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Create an empty dictionary for `tokenizer`."""
-        self._tokenizer = tokenizer
-        self._added = tokenizer.get_added_tokens_decoder()
-        decoder: Any = parse_json(tokenizer.to_str()).get("decoder") or {}
-        kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if "type" in part}
-        self._byte_of_letter = _map_byte_letters() if "ByteLevel" in kinds else None
-        self._bytes_by_name = "ByteFallback" in kinds
-        self._space = "▁" if kinds & {"Replace", "Metaspace"} else ""
-
-    def __missing__(self, token: int) -> bytes:
-        """Compute, store and return the bytes of the ID `token`, which is looked up for the first time."""
-        self[token] = data = self._find_bytes(token)
-        return data
-
-    def _find_bytes(self, token: int) -> bytes:
-        """Return the UTF-8 bytes that a token ID stands for; empty if the tokenizer has no such token."""
-        piece = self._tokenizer.id_to_token(token)
-        if piece is None:
-            return b""
-        if token in self._added:
-            return str(piece).encode()
-        if self._byte_of_letter is not None and all(letter in self._byte_of_letter for letter in piece):
-            return bytes(self._byte_of_letter[letter] for letter in piece)
-        if self._bytes_by_name and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-            return bytes.fromhex(piece[3:5])
-        if self._space:
-            return str(piece).replace(self._space, " ").encode()
-        return str(self._tokenizer.decode([token], skip_special_tokens=False)).encode()
-
-
-def _map_byte_letters() -> dict[str, int]:
-    """Return {character: byte} of byte-level BPE vocabularies, in which one character stands for each byte (the inverse
-    of GPT-2's `bytes_to_unicode`)."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    shown = {letter: ord(letter) for letter in letters if ord(letter) < 256}
-    hidden = (byte for byte in range(256) if byte not in shown.values())
-    return shown | dict(zip((letter for letter in letters if ord(letter) >= 256), hidden, strict=True))

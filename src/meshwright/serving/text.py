@@ -1,51 +1,10 @@
-"""Incremental detokenization: tokens to text, in pieces of complete characters, up to a stop string."""
+"""Text of an answer up to a stop string, in pieces of complete characters."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenizers import Tokenizer
-
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # decoded from bytes that are not (yet) a whole character
-CONTEXT_TOKENS = 4
-
-
-class IncrementalDetokenizer:
-    """Incremental detokenizer: converts tokens to text one at a time, in pieces of whole characters; the joined pieces
-    equal the text decoded at once. `before`: token IDs that precede the first pushed token, such as the prompt's.
-
-    Each call decodes only the last tokens, with a few earlier tokens as context (a tokenizer may drop the space before
-    a first word).
-    """
-
-    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
-        """Start after the tokens `before`."""
-        self._tokenizer = tokenizer
-        self._window = list(before[-CONTEXT_TOKENS:])
-        self._known = len(self._window)  # tokens of the window whose text has been given
-        self._given = len(self._decode())  # characters of the window's text that have been given
-
-    def push(self, token: int) -> str:
-        """Append a token; return the new text, empty while its last character is incomplete."""
-        self._window.append(token)
-        text = self._decode()
-        whole = text.rstrip(UNFINISHED)
-        piece = whole[self._given :]
-        self._given = max(self._given, len(whole))
-        if piece and whole == text:
-            self._window = self._window[self._known :]
-            self._known = len(self._window)
-            self._given = len(self._decode())
-        return piece
-
-    def flush(self) -> str:
-        """Return the text that is still held back after the last token: replacement characters (U+FFFD) for the bytes
-        of an incomplete character, else empty."""
-        return self._decode()[self._given :]
-
-    def _decode(self) -> str:
-        """Decode the tokens that are not yet returned as text, preceded by a few earlier tokens as context."""
-        return str(self._tokenizer.decode(self._window, skip_special_tokens=True))
+from meshwright.data.tokenizers.detokenizer import IncrementalDetokenizer
 
 
 class AnswerText:

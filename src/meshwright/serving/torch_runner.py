@@ -16,7 +16,6 @@ from meshwright.comm.mesh import Mesh
 from meshwright.kernels.operations import BLOCK_TOKENS
 from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.precision import at_least_float32
-from meshwright.model.transformer import Transformer
 from meshwright.parallel.tensor import TensorParallel
 from meshwright.planner.serving.torch_ledger import TILE_TOKENS
 from meshwright.serving.scheduler import StepBatch
@@ -156,10 +155,8 @@ class TorchRunner:
         self.config, self._stage = weights.config, weights.stage
         self.instruction_set, self.version, self._dtype = "cpu", f"torch {torch.__version__}", dtype
         axes = AxisOperations(tensor=OrderedTensorParallel(mesh))
-        self._model = Transformer(self.config, axes=axes, device="cpu", dtype=dtype, stages=[self._stage])
-        self._model.requires_grad_(False).eval()
+        self._model = weights.build_model(axes, "cpu", dtype)
         self._model.attention_inputs.served_length = limits.max_length
-        weights.load_into(self._model, dtype)
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
         tables, layers = block_tables(self.config, mesh.pp.size), self._stage.layers
         self._cache = PagedCache(self.config, tables, layers, limits.blocks, kv_heads, dtype)

@@ -13,26 +13,15 @@ import torch
 
 from meshwright.adapters.merging import open_weights
 from meshwright.comm.mesh import Mesh
-from meshwright.errors import UserError
 from meshwright.kernels.memory_pages import release_pages
+from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.huggingface import match_entries, read_entry
+from meshwright.model.transformer import Transformer
 from meshwright.parallel.flat_buffers import FlatLayout, PlacedTensor, make_flat_layout, make_slice_reader
 from meshwright.spec.block_tables import serving_stages
-from meshwright.spec.config import ModelConfig
-from meshwright.spec.config_json import config_from_path
+from meshwright.spec.config_json import read_decoder_config
 from meshwright.spec.parameters import ParameterEntry, parameter_table
 from meshwright.spec.stages import Stage, list_stage_units
-
-
-def read_decoder_config(directory: Path) -> ModelConfig:
-    """Read the model configuration in a Hugging Face directory. Raises UserError if the model is an encoder, or of a
-    family that Meshwright can plan but not run."""
-    config = config_from_path(directory)
-    if config.planning_only:
-        raise UserError(f"{directory}: {config.family} can be planned but not run: {config.planning_only}")
-    if config.encoder:
-        raise UserError(f"{directory}: {config.family} is an encoder, which predicts no next token: it is not served")
-    return config
 
 
 class RankWeights:
@@ -97,11 +86,15 @@ class RankWeights:
             flat.fill(values, placed.offset, make_slice_reader(self._read_entry))
         return values.view(placed.shape)
 
-    def load_into(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
-        """Copy this rank's shards into the parameters of `model` with these names, converted to `dtype`."""
+    def build_model(self, axes: AxisOperations, device: torch.device | str, dtype: torch.dtype) -> Transformer:
+        """Return the module of this rank's pipeline stage on `device`, for inference, with this rank's shards as its
+        parameters, converted to `dtype`. axes: communication of the mesh axes."""
+        model = Transformer(self.config, axes=axes, device=device, dtype=dtype, stages=[self.stage])
+        model.requires_grad_(False).eval()
         for name in self:
             parameter = model.get_parameter(name)
             parameter.copy_(self.read(name, dtype).view_as(parameter))
+        return model
 
     def _read_entry(self, entry: ParameterEntry) -> torch.Tensor:
         """Return the full (unsharded) value of a parameter entry, one tensor of the checkpoint, as a view of the

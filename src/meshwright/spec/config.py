@@ -14,7 +14,7 @@ from meshwright.errors import UserError
 from meshwright.limits import LIMITS, make_limit_error
 from meshwright.names import unknown
 from meshwright.spec.adapter_config import AdapterConfig
-from meshwright.spec.config_problems import find_experts_problem
+from meshwright.spec.config_problems import find_experts_problem, find_number_problem, find_rotation_problem
 from meshwright.spec.families import FAMILIES, OPTIONS, Experts
 from meshwright.spec.latent_attention import LatentAttention
 from meshwright.spec.rope_scaling import RopeScaling, Rotation, Temperature
@@ -187,6 +187,8 @@ class ModelConfig:
         for name in _SIZES:
             if getattr(self, name) < 1:
                 return f"{name} must be at least 1, not {getattr(self, name)}"
+        if problem := find_number_problem(self):
+            return problem
         family = FAMILIES[self.family]
         of_encoder = family.find_encoder_problem(self.head, self.token_types, self.labels)
         if problem := self._find_size_problem() or find_experts_problem(self) or of_encoder:
@@ -202,7 +204,7 @@ class ModelConfig:
         predicts = self.prediction_layers in (0, int(self.family == "deepseek_v3"))
         if not predicts or not 0 <= self.prediction_loss < math.inf:
             return "prediction_layers is 0, or 1 in family deepseek_v3, and prediction_loss at least 0"
-        if problem := self._find_rotation_problem():
+        if problem := find_rotation_problem(self):
             return problem
         for name, value in self._fixed_values().items():
             if getattr(self, name) != value:
@@ -227,36 +229,13 @@ class ModelConfig:
 
     def _fixed_values(self) -> dict[str, object]:
         """Return {field: its only allowed value in this family}: values that the family prescribes, and the default of
-        each option that the family does not offer. Rotary fields are checked by `_find_rotation_problem` instead.
+        each option that the family does not offer. Rotary fields are checked by `find_rotation_problem` instead.
         """
         family = FAMILIES[self.family]
         kept = {*family.settings, *(("rotary_fraction",) if family.partial_rotation else ())}
         kept |= {"unrotated_layers"} if family.windows is not None and family.windows.unrotated else set()
         defaults = {each.name: each.default for each in dataclasses.fields(self) if each.name in OPTIONS}
         return {name: value for name, value in defaults.items() if name not in kept} | dict(family.fixed)
-
-    def _find_rotation_problem(self) -> str | None:
-        """Return an error message for the first invalid field of rotary positions; None if all these fields are
-        valid.
-        """
-        if self.positions != "rope":
-            return None
-        if self.latent is None and self.head_dim % 2:
-            return f"head_dim {self.head_dim} must be even: rotary positions rotate pairs of features"
-        if not 0 < self.rotary_fraction <= 1 or self.rotary_dim < 2:
-            return f"rotary_fraction {self.rotary_fraction:g} of head_dim {self.head_dim} must be 1 to {self.head_dim}"
-        scaling = self.rope_scaling
-        if scaling is not None and scaling.kind == "longrope":
-            for name in ("short_factors", "long_factors"):
-                if len(getattr(scaling, name)) != self.rotary_dim // 2:
-                    return (
-                        f"rope_scaling has {len(getattr(scaling, name))} {name}, "
-                        f"one for each of {self.rotary_dim // 2} rotated pairs is needed"
-                    )
-        wrong = [layer for layer in self.unrotated_layers if not 0 <= layer < self.layers]
-        if wrong or sorted(set(self.unrotated_layers)) != list(self.unrotated_layers):
-            return f"unrotated_layers must be numbers of layers from 0 to {self.layers - 1}, each once and in order"
-        return None
 
     def _find_size_problem(self) -> str | None:
         """Return an error message for the first size, such as ``layers``, that exceeds its limit in

@@ -67,6 +67,17 @@ def config_from_path(path: str | Path) -> ModelConfig:
     return config_from_huggingface(read_config(path), where=str(find_config_file(path)))
 
 
+def read_decoder_config(directory: Path) -> ModelConfig:
+    """Read the ModelConfig of a decoder in the Hugging Face directory `directory`. Raises ``UserError`` if the model is
+    an encoder, or of a family that Meshwright can plan but not run."""
+    config = config_from_path(directory)
+    if config.planning_only:
+        raise UserError(f"{directory}: {config.family} can be planned but not run: {config.planning_only}")
+    if config.encoder:
+        raise UserError(f"{directory}: {config.family} is an encoder, which predicts no next token")
+    return config
+
+
 def find_config_file(path: str | Path) -> Path:
     """Find the ``config.json`` of a model; return its path. `path`: a Hugging Face directory; a PEFT directory (the
     file of its base model is returned); or a file, which is returned unchanged.

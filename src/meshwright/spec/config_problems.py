@@ -1,11 +1,14 @@
-"""Checks of the ModelConfig fields of mixtures of experts; `config` is a ModelConfig, whose module
-imports this one."""
+"""Checks of the ModelConfig fields of mixtures of experts and rotary positions, and of all floating-point fields;
+`config` is a ModelConfig, whose module imports this one."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from meshwright.spec.families import Experts
+
+SMALLEST_NUMBER, LARGEST_NUMBER = 1e-18, 1e18
+"""Smallest and largest value of a floating-point field other than 0; their squares are numbers of float32."""
 
 
 def find_experts_problem(config: Any) -> str | None:
@@ -65,4 +68,40 @@ def _find_groups_problem(config: Any) -> str | None:
         return f"family {config.family} has at least 2 experts" + (" in a group" if groups > 1 else "")
     if config.experts_per_token > used * size:
         return f"experts_per_token {config.experts_per_token} is more than the {used * size} experts of {used} groups"
+    return None
+
+
+def find_number_problem(config: Any) -> str | None:
+    """Return an error message for the first floating-point field of `config` or of its RoPE scaling that is so small or
+    large that float32 arithmetic with its square ends in 0 or infinity; None if there is none."""
+    for prefix, record in (("", config), ("rope_scaling: ", config.rope_scaling)):
+        for name in () if record is None else record.__slots__:
+            field = getattr(record, name)
+            for value in field if isinstance(field, tuple) else (field,):
+                if isinstance(value, float) and value and not SMALLEST_NUMBER <= abs(value) <= LARGEST_NUMBER:
+                    return f"{prefix}{name} {value:g} must be from {SMALLEST_NUMBER:g} to {LARGEST_NUMBER:g}"
+    return None
+
+
+def find_rotation_problem(config: Any) -> str | None:
+    """Return an error message for the first invalid field of rotary positions in `config`; None if all are valid."""
+    if config.positions != "rope":
+        return None
+    if config.latent is None and config.head_dim % 2:
+        return f"head_dim {config.head_dim} must be even: rotary positions rotate pairs of features"
+    if not 0 < config.rotary_fraction <= 1 or config.rotary_dim < 2:
+        return (
+            f"rotary_fraction {config.rotary_fraction:g} of head_dim {config.head_dim} must be 1 to {config.head_dim}"
+        )
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.kind == "longrope":
+        for name in ("short_factors", "long_factors"):
+            if len(getattr(scaling, name)) != config.rotary_dim // 2:
+                return (
+                    f"rope_scaling has {len(getattr(scaling, name))} {name}, "
+                    f"one for each of {config.rotary_dim // 2} rotated pairs is needed"
+                )
+    wrong = [layer for layer in config.unrotated_layers if not 0 <= layer < config.layers]
+    if wrong or sorted(set(config.unrotated_layers)) != list(config.unrotated_layers):
+        return f"unrotated_layers must be numbers of layers from 0 to {config.layers - 1}, each once and in order"
     return None
