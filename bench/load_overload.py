@@ -19,7 +19,7 @@ from serving_client import Client, RequestFailed, Response, check_stream, comple
 from serving_models import VOCABULARY
 from serving_peers import Server, session_memory
 
-PROBING = 8
+PROBING = 4
 """One of this many refused clients retries continuously."""
 MOST_SECONDS = 60.0
 """After which a probing client gives up."""

@@ -20,6 +20,10 @@ from typing import Any
 
 CACHE = Path(os.environ.get("MESHWRIGHT_BENCH_CACHE", Path.home() / ".cache" / "meshwright-bench"))
 VOCABULARY = 32_000
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 SEED = 0
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -149,6 +153,7 @@ def write_tokenizer(directory: Path) -> None:
         "add_bos_token": True,
         "add_eos_token": False,
         "legacy": False,
+        "chat_template": CHAT_TEMPLATE,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
 
