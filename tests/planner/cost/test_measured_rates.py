@@ -18,8 +18,8 @@ from meshwright.planner.cost.measured_rates import (
 )
 from meshwright.planner.cost.operators import FLASH_BACKWARD, Operation
 from meshwright.planner.cost.rates import Collectives, Group, Rates
-from meshwright.planner.hardware.cluster import Cluster, Link
-from meshwright.planner.hardware.devices import Device, find_device
+from meshwright.planner.hardware.cluster import Cluster
+from meshwright.planner.hardware.devices import Device, Link, find_device
 from meshwright.planner.hardware.measured import CollectiveCurve, Curve, KernelCurve, Measured, Products
 
 SIZES = (1e3, 1e5, 1e7)

@@ -23,16 +23,15 @@ from meshwright.planner.cost.rates import (
     pair_bandwidth,
     share_of_peak,
 )
-from meshwright.planner.hardware.cluster import Cluster, Link
-from meshwright.planner.hardware.devices import find_device
+from meshwright.planner.hardware.cluster import Cluster
+from meshwright.planner.hardware.devices import Link, find_device
 from meshwright.spec.presets import preset
 
 
 def of(name: str, devices: int = 8, across: float = 25e9) -> Cluster:
     device = find_device(name)
     assert device is not None and device.links is not None
-    inside = Link(device.links.scaleup, device.links.latency)
-    return Cluster(name, device, devices, 8, inside, Link(across, device.links.across_latency))
+    return Cluster(name, device, devices, 8, device.links.scaleup, Link(across, device.links.across.latency))
 
 
 def product(m: int, n: int, k: int) -> Operation:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshwright.names import PRECISIONS
-from meshwright.planner.hardware.devices import DEVICES, find_device, peak_flops
+from meshwright.planner.hardware.devices import DEVICES, Link, find_device, peak_flops
 from meshwright.toml import read_packaged_toml
 
 CATALOGUE: dict[str, Any] = read_packaged_toml("planner/hardware/devices.toml")
@@ -148,10 +148,11 @@ def test_devices_have_the_figures_of_the_catalogue():
         assert device.peaks == entry["peaks"] and device.architecture == entry["architecture"]
         assert device.memory_bandwidth == entry["memory"]["gb_per_second"] * 1e9
         assert (links.domain, links.node) == (entry["links"]["domain"], entry["links"]["node"])
-        for key in ("scaleup", "pair", "host", "across"):
-            figure = entry["links"].get(key)
-            assert getattr(links, key) == (None if figure is None else figure * 1e9), (device.name, key)
-        assert links.latency == CATALOGUE["latency_seconds"][entry["links"]["kind"]]["seconds"]
+        assert links.pair == entry["links"]["pair"] * 1e9
+        for key, kind in (("scaleup", entry["links"]["kind"]), ("host", "pcie"), ("across", "network")):
+            figure, latency = entry["links"].get(key), CATALOGUE["latency_seconds"][kind]["seconds"]
+            expected = None if figure is None else Link(figure * 1e9, latency)
+            assert getattr(links, key) == expected, (device.name, key)
 
 
 def test_catalogue_matches_table_figure_by_figure(shared_data: Path):
@@ -212,7 +213,7 @@ def test_every_figure_has_a_source():
 def test_links_are_one_direction():
     """NVLink of an H100: 900 GB/s is the sum of both directions; its network adapter of 400 Gbit/s has 50 GB/s."""
     links = find_device("h100-sxm").links
-    assert (links.scaleup, links.across) == (450e9, 50e9)
+    assert (links.scaleup.bandwidth, links.across.bandwidth) == (450e9, 50e9)
 
 
 def test_memory_is_that_of_the_driver():

@@ -9,13 +9,7 @@ from functools import lru_cache
 
 from meshwright.planner.cost.dimensions import Dimensions
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, Adapted, LayerKind, MicroBatch, Number
-from meshwright.planner.cost.operators import (
-    Operation,
-    Operator,
-    SavedTensor,
-    elementwise_kernels,
-    sum_parameters,
-)
+from meshwright.planner.cost.operators import Operation, Operator, SavedTensor, elementwise_kernels, sum_parameters
 from meshwright.planner.cost.tables import list_rows
 from meshwright.spec.adapter_config import BLOCK, RECORD_BYTES
 from meshwright.spec.config import ModelConfig

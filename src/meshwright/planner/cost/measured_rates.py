@@ -33,7 +33,6 @@ number, as results are merged once for each query and KV block (parallel/context
 BACKWARD = "-backward"
 
 _FORMS = {"forward": "forward", "recompute": "forward", "input": "input-gradient", "weight": "weight-gradient"}
-_CALLED = {"send": "send-receive"}
 
 
 def attention_scores(queries: Number, keys_seen: Number, row: Number) -> Number:
@@ -184,7 +183,7 @@ def measured_cost(measured: Measured, operation: str, ranks: int, nodes: int) ->
     """Return the cost function of a collective among `ranks` ranks on `nodes` nodes, scaled from the nearest measured
     number of ranks; None if it was not measured. operation: such as "all-reduce"."""
     place = "inside" if nodes == 1 else "across" if ranks == nodes else "world"
-    name = _CALLED.get(operation, operation)
+    name = "send-receive" if operation == "send" else operation
     found = [each for each in measured.collectives if (each.operation, each.place) == (name, place)]
     if not found:
         return None

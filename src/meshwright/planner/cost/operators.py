@@ -124,21 +124,14 @@ class MemoryAccess(NamedTuple):
         return self.narrow * itemsize + self.wide * WIDE
 
 
-class Traffic(NamedTuple):
-    """Memory accesses of an elementwise operation: in its forward and in its backward."""
-
-    forward: MemoryAccess
-    backward: MemoryAccess
-
-
 @cache
-def elementwise_traffic(operation: str, fusion: Fusion = "eager") -> Traffic:
-    """Return the memory accesses of an elementwise operation in forward and backward. operation: key of
+def elementwise_traffic(operation: str, fusion: Fusion = "eager") -> tuple[MemoryAccess, MemoryAccess]:
+    """Return the memory accesses of an elementwise operation in (forward, backward). operation: key of
     elementwise.toml, such as "rmsnorm"; fusion: "eager" (one kernel per operation), "kernels" (hand-fused) or
     "compiled" (torch.compile)."""
     table = read_packaged_toml("planner/cost/elementwise.toml")[operation]
     forward, backward = table.get(fusion) or table["any"]
-    return Traffic(MemoryAccess(*forward), MemoryAccess(*backward))
+    return MemoryAccess(*forward), MemoryAccess(*backward)
 
 
 def elementwise_kernels(batch: MicroBatch, row: Row, dimensions: Mapping[str, Number]) -> Iterator[Operation]:
@@ -146,10 +139,9 @@ def elementwise_kernels(batch: MicroBatch, row: Row, dimensions: Mapping[str, Nu
     [kernels] in `operators.toml`; dimensions: {name or formula of a size: value}."""
     fusion = {"activation": batch.engine.activation_fusion, None: batch.engine.fusion}
     named = row.get("fusion")
-    traffic = elementwise_traffic(row["work"], fusion.get(named, named))
     elements, count = dimensions[row["elements"]], dimensions[row["count"]]
-    phases: tuple[tuple[Phase, MemoryAccess], ...] = (("forward", traffic.forward), ("input", traffic.backward))
-    for phase, access in phases:
+    phases: tuple[Phase, ...] = ("forward", "input")
+    for phase, access in zip(phases, elementwise_traffic(row["work"], fusion.get(named, named)), strict=True):
         moved = access.bytes(batch.itemsize) * elements
         if access.narrow + access.wide and row.get("phase", phase) == phase:
             kernels = max(access.kernels, 1.0)

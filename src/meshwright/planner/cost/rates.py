@@ -17,8 +17,8 @@ from meshwright.planner.cost.engines import AttentionKernel, Engine, Fusion
 from meshwright.planner.cost.measured_rates import MeasuredCost, MeasuredRates, measured_cost
 from meshwright.planner.cost.micro_batch import Number
 from meshwright.planner.cost.operators import Collective, Operation, in_eight_bits
-from meshwright.planner.hardware.cluster import Cluster, Link
-from meshwright.planner.hardware.devices import Device, architecture_share
+from meshwright.planner.hardware.cluster import Cluster
+from meshwright.planner.hardware.devices import Device, Link, architecture_share
 from meshwright.program.durations import Floats
 from meshwright.spec.config import ModelConfig
 from meshwright.toml import read_packaged_toml
@@ -283,7 +283,8 @@ def _measured_share(cluster: Cluster) -> float:
     """Return (bandwidth inside a node of this cluster) / (the device catalogue's value), or 0 if unknown. Bandwidths
     measured on the catalogue's device are multiplied by this ratio."""
     links = cluster.device.links
-    return cluster.inside.bandwidth / links.scaleup if links is not None and links.scaleup else 0.0
+    published = 0.0 if links is None else links.scaleup.bandwidth
+    return cluster.inside.bandwidth / published if published else 0.0
 
 
 def _across_bandwidth(link: Link, in_node: int) -> float:

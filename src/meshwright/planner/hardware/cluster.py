@@ -23,7 +23,7 @@ from meshwright.limits import get_limit, make_limit_error, shorten, shorten_repr
 from meshwright.names import LISTED, PRECISIONS, refuse_unknown, unknown
 from meshwright.planner.hardware.calibration import Calibration
 from meshwright.planner.hardware.calibration import read as read_calibration
-from meshwright.planner.hardware.devices import DEVICES, Device, find_device
+from meshwright.planner.hardware.devices import DEVICES, Device, Link, find_device
 from meshwright.planner.hardware.machine_profile import profiles_here
 from meshwright.planner.hardware.measured import Measured
 from meshwright.planner.hardware.measured import read as read_measured
@@ -39,15 +39,6 @@ FIELDS = (
 )
 DEVICE_FIELDS = ("like", "name", "memory_bytes", "memory_gb_per_second", "peaks", "power_watts")
 """Keys of a device that a cluster file describes itself; `like`: catalogue device whose figures are the defaults."""
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """Link between devices. bandwidth: bytes a second, in one direction, per device; latency: seconds of one
-    message."""
-
-    bandwidth: float
-    latency: float  # seconds of one message
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,12 +249,11 @@ def _published_links(device: Device, size: int) -> dict[str, Link | None]:
     links = device.links
     if links is None:
         return {"inside": None, "across": None}
-    across = None if links.across is None else Link(links.across, links.across_latency)
-    if size > links.domain or links.scaleup == 0:
+    if size > links.domain or not links.scaleup.bandwidth:
         assert links.host is not None, device.name
-        return {"inside": Link(links.host, links.host_latency), "across": across}
-    bandwidth = min(max(links.scaleup, links.pair), links.pair * max(1, size - 1))
-    return {"inside": Link(bandwidth, links.latency), "across": across}
+        return {"inside": links.host, "across": links.across}
+    bandwidth = min(max(links.scaleup.bandwidth, links.pair), links.pair * max(1, size - 1))
+    return {"inside": Link(bandwidth, links.scaleup.latency), "across": links.across}
 
 
 def _link(published: Link | None, which: str, table: Mapping[str, Any], where: str, needed: bool) -> Link | None:

@@ -18,32 +18,34 @@ _CATALOGUE = read_packaged_toml("planner/hardware/devices.toml")
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """Link between devices. bandwidth: bytes a second, in one direction, per device; latency: seconds of one
+    message."""
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True, slots=True)
 class Links:
-    """Interconnects of a device. Bandwidths: bytes a second, in one direction, per device; None: not known. Latencies:
-    seconds of one message.
+    """Interconnects of a device. None: not known.
 
     Attributes:
-        scaleup: Bandwidth to all devices of the scale-up domain together.
-        pair: Bandwidth to a single device of the domain; less than `scaleup` in a full mesh, where each pair of devices
-            has separate wires.
+        scaleup: Link to all devices of the scale-up domain together.
+        pair: Bandwidth to a single device of the domain in bytes a second, in one direction; less than that of
+            `scaleup` in a full mesh, where each pair of devices has separate wires.
         domain: Number of devices of a scale-up domain.
-        host: Bandwidth of PCIe, which also leads to devices of the node outside the domain.
+        host: PCIe, which also leads to devices of the node outside the domain.
         node: Number of devices of a node.
-        across: Bandwidth to other nodes.
-        latency: Latency of the scale-up link.
-        host_latency: Latency of PCIe.
-        across_latency: Latency between nodes.
+        across: Link to other nodes.
     """
 
-    scaleup: float
+    scaleup: Link
     pair: float
     domain: int
-    host: float | None
+    host: Link | None
     node: int
-    across: float | None
-    latency: float
-    host_latency: float
-    across_latency: float
+    across: Link | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +96,17 @@ def _device(name: str, entry: Mapping[str, Any]) -> Device:
     """Build a `Device` from its entry in the device catalogue devices.toml. name: its catalogue name, such as
     "h100-sxm"."""
     measured, memory, links = entry.get("measured", {}), entry["memory"], entry["links"]
-    latencies = {kind: each["seconds"] for kind, each in _CATALOGUE["latency_seconds"].items()}
-    bandwidths: dict[str, Any] = {key: _times(links.get(key), _GIGA) for key in ("scaleup", "pair", "host", "across")}
+    scaleup, host, across = (
+        Link(links[name] * _GIGA, _CATALOGUE["latency_seconds"][kind]["seconds"]) if name in links else None
+        for name, kind in (("scaleup", links["kind"]), ("host", "pcie"), ("across", "network"))
+    )
+    assert scaleup is not None, name
     return Device(
         name, entry["peaks"], memory["driver_mib"] * 2.0**20 if "driver_mib" in memory else memory["gb"] * _GIGA,
         memory["gb_per_second"] * _GIGA, entry.get("pattern"), entry["architecture"],
         {precision: measured[precision] for precision in ("bf16", "fp8") if precision in measured},
         _times(measured.get("ring"), _GIGA), _times(measured.get("switch"), _GIGA),
-        Links(
-            **bandwidths, domain=links["domain"], node=links["node"], latency=latencies[links["kind"]],
-            host_latency=latencies["pcie"], across_latency=latencies["network"],
-        ), entry.get("power_watts"),
+        Links(scaleup, links["pair"] * _GIGA, links["domain"], host, links["node"], across), entry.get("power_watts"),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from meshwright.planner.cost.adapters import frozen_bytes_per_trained
 from meshwright.planner.cost.communication import find_distinct
 from meshwright.planner.cost.layer_times import group_by_structure, micro_batch_of
-from meshwright.planner.cost.micro_batch import DTYPES, LayerKind, MicroBatch, Number, layer_examples
+from meshwright.planner.cost.micro_batch import DTYPES, ITEM_BYTES, LayerKind, MicroBatch, Number, layer_examples
 from meshwright.planner.memory.compiled_blocks import can_predict_compiled, compiled_block
 from meshwright.planner.memory.published import StateBytes, loss_bytes, published_layer, saves_gathered
 from meshwright.planner.memory.saved import saved_activations
@@ -20,10 +20,7 @@ from meshwright.planner.memory.stage_snapshots import queued_bytes
 from meshwright.planner.memory.states import optimizer_kinds
 from meshwright.planner.problem import Problem, StageCandidate
 from meshwright.program.durations import Floats
-from meshwright.spec.chunks import split_loss_chunks
-from meshwright.spec.policy import SLICE_LOGITS
 from meshwright.spec.stages import Stage
-from meshwright.spec.work import count_predictions
 
 _NOTHING = Stage(1, range(0), first=False, last=False)
 _FIRST, _LAST = Stage(0, range(0), first=True, last=False), Stage(1, range(0), first=False, last=True)
@@ -46,7 +43,7 @@ class ActivationBytes:
     def __init__(self, problem: Problem, candidates: Sequence[StageCandidate], kinds: Sequence[LayerKind]) -> None:
         self.problem, self.kinds = problem, kinds
         self.ours = problem.engine.name == "meshwright"
-        self.itemsize = 4 if DTYPES[problem.precision] == "float32" else 2
+        self.itemsize = ITEM_BYTES[DTYPES[problem.precision]]
         distinct, which = find_distinct(one.layout for one in candidates)
         layouts = [StageCandidate(layout, 1) for layout in distinct]
         rows = np.array([one.rows for one in candidates])
@@ -60,7 +57,7 @@ class ActivationBytes:
         sizes = [
             (one.rows, one.layout.tp, one.layout.cp, saves_gathered(one.layout, problem.engine)) for one in candidates
         ]
-        losses = {size: self._loss(*size) for size in dict.fromkeys(sizes)}
+        losses = {size: self._loss(one, size[-1]) for size, one in dict(zip(sizes, candidates, strict=True)).items()}
         self.head, logits = np.array([losses[size] for size in sizes]).T
         # In `meshwright` both may be allocated at once; in other engines the loss ends before a layer is recomputed.
         self.passing = passing + logits if self.ours else np.maximum(passing, logits)
@@ -73,9 +70,7 @@ class ActivationBytes:
         batch = micro_batch_of(
             problem, layouts, device=problem.cluster.kind, masked=problem.documents > 1, rows=1, responses=0
         )
-        stream = batch.tokens * problem.config.hidden * self.itemsize
-        stream = stream / (batch.tp if batch.layout.tensor_sequence_parallel else 1)
-        columns = self._ours(batch, stream) if self.ours else self._published(batch, stream)
+        columns = self._ours(batch, batch.stream_bytes) if self.ours else self._published(batch, batch.stream_bytes)
         return np.stack([np.broadcast_to(each, len(layouts)) for each in columns]).astype(np.float64)
 
     def _published(self, batch: MicroBatch, stream: Number) -> list[Number]:
@@ -125,21 +120,21 @@ class ActivationBytes:
         last = count_bytes(each for each in ends if each.name != "head.weight.gradient") - empty
         return [*layers, *queued, saved(batch, _FIRST), last, most + 4 * stream]
 
-    def _loss(self, rows: int, tp: int, cp: int, gathered: bool) -> tuple[float, float]:
+    def _loss(self, candidate: StageCandidate, gathered: bool) -> tuple[float, float]:
         """Return (bytes of the gradient of the head's weight, peak bytes that the loss allocates, with this gradient)
-        for a micro-batch of `rows` sequences. tp, cp: sizes of the axes; gathered: True if the head keeps its gathered
-        input."""
-        problem, config, device = self.problem, self.problem.config, self.problem.cluster.kind
+        under one candidate layout. gathered: True if the head keeps its gathered input."""
+        problem, config = self.problem, self.problem.config
         if config.head not in ("next", "masked"):
             return 0.0, 0.0
-        tokens, width = count_predictions(config, rows, problem.sequence) // cp, -(-config.vocabulary // tp)
+        batch = micro_batch_of(problem, [candidate], device=problem.cluster.kind)
+        width = batch.vocabulary
         if not self.ours:
-            return 0.0, loss_bytes(problem.engine, tokens, width, self.itemsize, gathered * config.hidden)
-        chunks = split_loss_chunks(tokens, min(width, config.vocabulary), device)
+            hidden = gathered * config.hidden
+            return 0.0, loss_bytes(problem.engine, batch.predictions, width, self.itemsize, hidden)
+        chunks = batch.loss_chunks
         longest = max(chunks)
         head = 0.0 if config.adapter else float(width * config.hidden * (self.itemsize if len(chunks) == 1 else 4))
-        at_once = longest if device != "cpu" else min(longest, max(1, SLICE_LOGITS // width))
-        return head, longest * width * self.itemsize + 2 * at_once * width * 4 + head
+        return head, longest * width * self.itemsize + 2 * batch.loss_slice(longest) * width * 4 + head
 
 
 def state_bytes_per_parameter(problem: Problem) -> StateBytes:

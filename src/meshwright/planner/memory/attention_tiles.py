@@ -141,7 +141,6 @@ class _BackwardReplay:
 
     Attributes:
         names: {variable: bytes of its tensor} of all tensors that are allocated now.
-        now: Sum of these bytes.
         most: Peak bytes so far.
         then: {variable: bytes} at the peak, including tensors that were being assigned.
     """
@@ -149,7 +148,6 @@ class _BackwardReplay:
     def __init__(self, attention: TiledAttention) -> None:
         self.attention = attention
         self.names: dict[str, int] = {"triangle": attention.tiles.queries**2 * attention.sum_itemsize}
-        self.now = self.names["triangle"]
         self.most, self.then = 0, dict(self.names)
 
     def run(self) -> list[Allocation]:
@@ -214,8 +212,7 @@ class _BackwardReplay:
             self._update_peak(2 * scores * wide + slope)
             if x < wide:
                 self._update_peak(scores * (wide + x) + slope)
-            self._replace("slope", slope)
-            self._replace("p", scores * x)
+            self.names |= {"slope": slope, "p": scores * x}
             of_keys = rows * kv_heads * tile.keys * of.size * (x if x == wide else x + wide)
             self._update_peak(of_keys)
             self._assign(dp=scores * x)
@@ -231,17 +228,11 @@ class _BackwardReplay:
         """Assign new tensors to variables. The old tensors of the variables are freed after all new ones are allocated.
         sizes: {variable: bytes of its new tensor}."""
         self._update_peak(0, **sizes)
-        for name, size in sizes.items():
-            self._replace(name, size)
-
-    def _replace(self, name: str, size: int) -> None:
-        """Free the tensor of the variable `name`, then assign a new tensor of `size` bytes to it."""
-        self.now += size - self.names.get(name, 0)
-        self.names[name] = size
+        self.names |= sizes
 
     def _update_peak(self, size: int, **new: int) -> None:
         """Set the peak to the current bytes if these are more. They are the bytes of all variables, of the tensors
         `new` that are being assigned ({variable: bytes}), and `size` bytes of temporaries."""
-        total = self.now + size + sum(new.values())
+        total = sum(self.names.values()) + size + sum(new.values())
         if total > self.most:
             self.most, self.then = total, self.names | {f"new {name}": each for name, each in new.items()}

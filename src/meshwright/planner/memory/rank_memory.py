@@ -30,7 +30,6 @@ from meshwright.planner.memory.snapshot import Allocation
 from meshwright.planner.problem import Problem
 from meshwright.spec.stage_times import program_for
 from meshwright.spec.stages import Stage
-from meshwright.spec.work import count_predictions
 
 SLACK = 0.05
 """Memory that CUDA's allocator reserves beyond the peak because of fragmentation, as a fraction of the peak (published
@@ -136,7 +135,7 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Alloc
         again = max(again, sum(published_layer(unrecomputed, mixture).values()) - sum(saved.values()))
     logits = 0.0
     if config.head in ("next", "masked") and any(stage.last for stage in place):
-        tokens = count_predictions(config, batch.rows, problem.sequence) / layout.cp * layout.tp**engine.gathers_logits
+        tokens = batch.predictions * layout.tp**engine.gathers_logits
         logits = loss_bytes(engine, tokens, batch.vocabulary, x, config.hidden * saves_gathered(layout, engine))
     # The loss has ended when a layer is recomputed, so the larger of the two counts.
     if again * x / 2 > logits:

@@ -154,10 +154,8 @@ def problem_of(
     recipe = find_recipe(model)
     given: dict[str, Any] = {"sequence": sequence, "batch": batch, "optimizer": None, "compile": None} | options
     if recipe is not None:
-        own = {
-            "sequence": recipe.data.sequence, "batch": recipe.train.batch, "optimizer": recipe.train.optimizer,
-            "compile": recipe.train.compile,
-        }  # fmt: skip
+        own = {name: getattr(recipe.train, name) for name in ("batch", "optimizer", "compile")}
+        own["sequence"] = recipe.data.sequence
         given |= {name: value for name, value in own.items() if given[name] is None}
     for name, example in _EXAMPLES.items():
         if given[name] is None:
