@@ -105,7 +105,7 @@ class RowParallelLinear(ParallelLinear):
         if overlap is None:
             y = self.tensor.leave(self._product(x), self.site)
         else:
-            y = linear(x, self.weight, None, self.weight_gradients, self.taps, overlap)
+            y = linear(x, self.weight, None, self.weight_gradients, self.taps, overlap, self.ends_recompute)
         return y if self.bias is None else y + self.bias
 
 
