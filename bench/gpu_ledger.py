@@ -44,10 +44,11 @@ EXPERTS = ["dp4 ep4", "dp4 ep2:etp2", "dp4 ep4 zero3 ac:selective"]
 NO_HEAD = {"layers": 2, "vocabulary": 2048}
 """Models whose peak is not in the loss, as of one stage of a pipeline."""
 INSIDE_LAYERS = ["", "tp4 ac:selective", "tp8 ac:full", "tp8", "tp8:nosp"]
+WIDE_MLP = NO_HEAD | {"intermediate": 32768}
 OVERLAPPED = [
     (name, layout, rows, change) for rows in (1, 8)
     for name, layout, change in (
-        ("llama-1b", "tp4", NO_HEAD), ("llama-1b", "tp4 ac:selective", NO_HEAD | {"intermediate": 32768}),
+        ("llama-1b", "tp4", WIDE_MLP), ("llama-1b", "tp4 ac:selective", WIDE_MLP),
         ("mistral-7b-v0.1", "tp8 ac:full", NO_HEAD),
     )
 ]  # fmt: skip
