@@ -44,6 +44,15 @@ EXPERTS = ["dp4 ep4", "dp4 ep2:etp2", "dp4 ep4 zero3 ac:selective"]
 NO_HEAD = {"layers": 2, "vocabulary": 2048}
 """Models whose peak is not in the loss, as of one stage of a pipeline."""
 INSIDE_LAYERS = ["", "tp4 ac:selective", "tp8 ac:full", "tp8", "tp8:nosp"]
+WIDE_MLP = NO_HEAD | {"intermediate": 32768}
+OVERLAPPED = [
+    (name, layout, rows, change) for rows in (1, 8)
+    for name, layout, change in (
+        ("llama-1b", "tp4", WIDE_MLP), ("llama-1b", "tp4 ac:selective", WIDE_MLP),
+        ("mistral-7b-v0.1", "tp8 ac:full", NO_HEAD),
+    )
+]  # fmt: skip
+"""Models whose products overlap with the collectives of tensor parallelism, with one sequence and with several."""
 TWO, EIGHT = ({"layers": layers} for layers in (2, 8))
 CASES = [
     *(CudaStep(name, f"{again} bf16".strip(), rows, length, TWO, saved=True)
@@ -58,6 +67,8 @@ CASES = [
     *(CudaStep("llama-1b", f"{layout} bf16", 16, 4096, TWO, rank=1, saved=True) for layout in SPREAD),
     *(CudaStep(name, f"{layout} bf16".strip(), 4, 4096, NO_HEAD)
       for name in ("llama-1b", "mistral-7b-v0.1") for layout in INSIDE_LAYERS),
+    *(CudaStep(name, f"{layout} bf16", rows, 4096, change, saved=True, overlap="chunks")
+      for name, layout, rows, change in OVERLAPPED),
     *(CudaStep("llama-1b", f"{layout} bf16", 16, 4096, EIGHT, rank=rank) for layout in PIPELINES for rank in (0, 3)),
     *(CudaStep("mixtral-8x7b-v0.1", f"{layout} bf16", 8, 4096, TWO, saved=True) for layout in EXPERTS),
 ]  # fmt: skip
@@ -67,7 +78,8 @@ def line_of(case: CudaStep, found: Measured) -> dict[str, Any]:
     said, passing = found.predicted - found.predicted_between, found.peak - found.between
     line = {
         "model": case.model, "changed": case.change, "layout": case.layout, "rows": case.batch,
-        "sequence": case.sequence, "documents": case.documents, "rank": case.rank, "peak_bytes": found.peak,
+        "sequence": case.sequence,
+        "documents": case.documents, "rank": case.rank, "overlap": case.overlap, "peak_bytes": found.peak,
         "predicted_peak_bytes": found.predicted, "error": round(found.error, 5),
         "passing_error": round(said / passing - 1, 5), "moment": found.moment,
         "forward_as_said": not (found.unexpected or found.missing) if case.saved else None,

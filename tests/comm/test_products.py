@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 
+from meshwright.comm.faults import Fault
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Axis, Communicator, Mesh
 from meshwright.comm.products import choose_product_overlap, multiply_and_scatter, multiply_gathered
@@ -76,11 +77,12 @@ def test_overlap_without_the_fused_operators_is_in_chunks():
         assert choose_product_overlap("auto", axis) == "chunks"
 
 
-def multiply(ranks: int, overlap: str) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
+def multiply(ranks: int, overlap: str, fault: Fault | None = None) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
     """Return the results of both products on this rank, their exact values, and the recorded calls."""
     mesh = Mesh.create(Layout(tp=ranks))
     axis = mesh.tp
     axis.communicator.product_overlap = overlap
+    mesh.faults.inject(fault)
     make = torch.Generator().manual_seed(3)
     x_GBsX = torch.randn(ranks, 2, 3, 5, generator=make, dtype=torch.float64)
     matrices_GXY = torch.randn(ranks, 5, 7, generator=make, dtype=torch.float64)
@@ -95,13 +97,13 @@ def multiply(ranks: int, overlap: str) -> tuple[list[torch.Tensor], list[dict[st
     return [y_BSY, kept_BSX, sum_BsY, dropped, *exact], calls
 
 
-def multiply_fused(ranks: int) -> Any:
+def multiply_fused(ranks: int, overlap: str = "symmetric", fault: Fault | None = None) -> Any:
     """Multiply by PyTorch's fused operators, as defined by their own fallbacks, which run on any backend."""
     library = torch.library.Library("symm_mem", "IMPL")
     library.impl("fused_all_gather_matmul", _symmetric_memory._fused_all_gather_matmul_fallback, "CPU")
     library.impl("fused_matmul_reduce_scatter", _symmetric_memory._fused_matmul_reduce_scatter_fallback, "CPU")
     try:
-        return multiply(ranks, "symmetric")
+        return multiply(ranks, overlap, fault)
     finally:
         library._destroy()
 
@@ -119,3 +121,16 @@ def test_overlapped_products_equal_those_of_gathered_and_summed_tokens():
                 }
                 # What an all-gather and a reduce-scatter send.
                 assert sent == {"in": 2 * 3 * 5 * 8 * (ranks - 1), "out": 2 * 3 * 7 * 8 * (ranks - 1)}
+
+
+@pytest.mark.parametrize("overlap", ["chunks", "symmetric"])
+def test_injected_faults_corrupt_overlapped_products(overlap: str):
+    run, operations = multiply, ["rotate", "rotate"]
+    if overlap == "symmetric":
+        run, operations = multiply_fused, ["all_gather", "reduce_scatter"]
+    with LocalRanks(2) as pool:
+        for kind in ("skip", "drop", "double"):
+            for site, operation, result in zip(("in", "out"), operations, (0, 2), strict=True):
+                found = pool.run(run, 2, overlap, Fault(site, operation, kind))
+                right = [torch.allclose(tensors[result], tensors[result + 4]) for tensors, _ in found]
+                assert not all(right), (site, kind)

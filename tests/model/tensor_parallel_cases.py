@@ -30,21 +30,29 @@ def whole_model(config: ModelConfig) -> Transformer:
     return model
 
 
-def inputs(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor, Documents]:
+def inputs(config: ModelConfig, rows: int) -> tuple[torch.Tensor, torch.Tensor, Documents]:
     tokens = torch.randint(0, config.vocabulary, (2, 13), generator=torch.Generator().manual_seed(3))
     tokens[0, 3] = config.vocabulary - 1  # in the last rank's slice
     targets = tokens[:, 1:].clone()
     targets[0, 4] = -100
-    return tokens[:, :-1], targets, Documents.from_ids(IDS)
+    return tokens[:rows, :-1], targets[:rows], Documents.from_ids(IDS[:rows])
 
 
-def compare(layout_text: str, config: ModelConfig, recompute: str) -> dict[str, float]:
-    """Relative errors of a rank's loss, logits and each gradient against the unsharded model."""
+def compare(
+    layout_text: str, config: ModelConfig, recompute: str, rows: int = 2, overlap: str = "off",
+    backend: str | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Relative errors of a rank's loss, logits and each gradient against the unsharded model. overlap: of products with
+    their collectives; backend: of torch.compile, None: not compiled."""
     layout = Layout.parse(layout_text)
     mesh = Mesh.create(layout)
+    mesh.communicator.product_overlap = overlap
     table, whole = parameter_table(config), whole_model(config)
     axes = dataclasses.replace(build_axes(mesh), recompute=ActivationCheckpointing(recompute))
     mine = Transformer(config, axes=axes, dtype=torch.float64)
+    if backend is not None:
+        torch._dynamo.reset()
+        mine.compile_blocks(backend=backend)
     theirs, parameters = dict(whole.named_parameters()), dict(mine.named_parameters())
     assert {name: tuple(parameter.shape) for name, parameter in parameters.items()} == {
         tensor.name: tensor.local_shape(layout) for tensor in table.tensors
@@ -64,7 +72,7 @@ def compare(layout_text: str, config: ModelConfig, recompute: str) -> dict[str, 
         for entry, box, offset in boxes:
             parameters[entry.tensor][box.local_slices] = part(theirs, entry, box, offset)
 
-    batch = inputs(config)
+    batch = inputs(config, rows)
     want, loss = whole(*batch), mine(*batch)
     want.backward()
     loss.backward()

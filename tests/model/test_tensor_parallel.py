@@ -40,3 +40,15 @@ def test_two_ranks_match_one_device(ranks: LocalRanks, config: ModelConfig, layo
     for errors in ranks.run("tests.model.tensor_parallel_cases:compare", layout, config, recompute):
         assert max(errors.values()) < 1e-10, max(errors, key=lambda name: errors[name])
         assert errors["rows that fill up"] == 0
+
+
+@pytest.mark.parametrize(
+    ("recompute", "backend"),
+    [("none", "aot_eager"), ("selective", "aot_eager"), ("none", None), ("selective", None), ("full", None)],
+)
+def test_products_of_one_sequence_overlap_in_compiled_blocks_too(
+    ranks: LocalRanks, recompute: str, backend: str | None
+):
+    case = "tp2", CONFIGS["llama, every bias"], recompute, 1, "chunks", backend
+    for errors in ranks.run("tests.model.tensor_parallel_cases:compare", *case):
+        assert max(errors.values()) < 1e-10, max(errors, key=lambda name: errors[name])

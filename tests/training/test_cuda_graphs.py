@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from meshwright.errors import UserError
-from meshwright.launcher.recipe_checks import check_recipe
+from meshwright.launcher.recipe_checks import check_cuda_graphs, check_recipe
 from meshwright.parallel.stage_compute import StageCompute
 from meshwright.recipe import load_recipe
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.presets import preset
 from meshwright.training import language_model
 from meshwright.training.cuda_graphs import GraphedForwardBackward
 from tests.adapters.adapter_cases import small, write_base
@@ -103,12 +105,24 @@ def test_resumed_run_captures_again_and_equals_undisturbed_run(
     assert found.lines == launched[layout].lines and cases.same(found.state, launched[layout].state)
 
 
-def test_replays_draw_new_dropout_of_adapters(tmp_path: Path, graphs: list[RecordedGraph]):
-    """The keys of the samples are inputs of the graph; the frozen base is dequantized in it."""
-    write_base(tmp_path / "base", dataclasses.replace(small(), hidden=64, head_dim=16, intermediate=128), torch.float32)
-    adapter = {"kind": "lora", "rank": 2, "targets": ["q_proj", "o_proj"], "dropout": 0.3, "base": "nf4"}
+ADAPTER = {"kind": "lora", "rank": 2, "targets": ["q_proj", "o_proj"], "dropout": 0.3, "base": "nf4"}
+BASES: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
+    "dropout of an adapter": (
+        dataclasses.replace(small(), hidden=64, head_dim=16, intermediate=128), {"adapter": ADAPTER},
+    ),
+    "softcaps": (dataclasses.replace(preset("gemma2-tiny"), vocabulary=small().vocabulary, sliding_window=40), {}),
+}  # fmt: skip
+"""Base models, and further changes of the recipe."""
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_replays_of_base_models_equal_launched_steps(base: str, tmp_path: Path, graphs: list[RecordedGraph]):
+    """The keys of the samples, from which dropout is drawn, are inputs of the graph; the frozen base is dequantized in
+    it."""
+    config, more = BASES[base]
+    write_base(tmp_path / "base", config, torch.float32)
     changes: dict[str, Any] = {
-        "model": {"from": str(tmp_path / "base")}, "adapter": adapter, "data_sequence": 40, "data_document_mask": False,
+        "model": {"from": str(tmp_path / "base")}, "data_sequence": 40, "data_document_mask": False, **more,
     }  # fmt: skip
     found = []
     for graph in (False, True):
@@ -175,3 +189,11 @@ def test_recipe_that_no_graph_can_repeat_is_refused(overrides: list[str], reason
     with pytest.raises(UserError, match=re.escape(reason)) as error:
         check_recipe(recipe)
     assert str(error.value) == f'override "train.cuda_graphs=true": train.cuda_graphs: {reason}'
+
+
+def test_windows_of_attention_with_softcap_are_refused_unless_sequences_fit_in_them(tiny_recipe: Path):
+    recipe = load_recipe(tiny_recipe, ["train.cuda_graphs=true", "data.document_mask=false", "data.sequence=40"])
+    check_cuda_graphs(recipe, dataclasses.replace(preset("gemma2-tiny"), sliding_window=40))
+    with pytest.raises(UserError, match="which sliding windows of attention with a softcap need; set data.sequence=39"):
+        check_cuda_graphs(recipe, dataclasses.replace(preset("gemma2-tiny"), sliding_window=39))
+    check_cuda_graphs(recipe, dataclasses.replace(preset("gemma2-tiny"), sliding_window=39, attention_softcap=None))

@@ -40,15 +40,9 @@ class CollectiveOptions(TypedDict, total=False):
 
 
 def collective(
-    operation: str,
-    algorithm: str,
-    ranks: int | None = None,
-    bytes: int | str | None = None,
-    *,
-    topology: str = "switch",
-    run: bool = False,
-    **options: Unpack[CollectiveOptions],
-) -> CollectiveReport:
+    operation: str, algorithm: str, ranks: int | None = None, bytes: int | str | None = None, *,
+    topology: str = "switch", run: bool = False, **options: Unpack[CollectiveOptions],
+) -> CollectiveReport:  # fmt: skip
     """Generate, choose or read a program of a collective operation; return it checked, with its simulated times.
 
     Args:

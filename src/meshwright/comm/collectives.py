@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -166,16 +165,34 @@ _QUEUED = SimpleNamespace(wait=lambda *timeout: None)
 """Work handle of kernels on the current stream, which later work on the stream follows: nothing is waited for."""
 
 
-def run_fused(run: Callable[..., Any], operation: str, payload: int, axis: Axis, site: str) -> Any:
-    """Run kernels that compute and communicate, and record their communication as one call. Return what `run` returns.
+def run_fused(
+    run: Callable[[torch.Tensor, str], list[torch.Tensor]], source: torch.Tensor, operation: str, payload: int,
+    axis: Axis, site: str,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Run kernels that compute and communicate, and record their communication as one call. Return what `run` returns;
+    injected faults corrupt all of it.
 
-    run: function that queues the kernels; its argument is the name of the process group. operation: such as
-    "all_gather". payload: bytes of the whole vector. site: label of the call in traces, byte counts and errors."""
+    run: function (this rank's tensor, name of the process group) that queues the kernels. source: this rank's tensor.
+    operation: such as "all_gather". payload: bytes of the whole vector. site: label of the call in traces, byte counts
+    and errors."""
     assert axis.group is not None
     call = _record_call(operation, axis, site, payload, payload * (axis.size - 1) // axis.size)
-    made = run(axis.group.group_name)
-    if call is not None:
-        _post_call(lambda: ([_QUEUED], None), call, torch.empty(0, device=axis.communicator.device), False)
+    if call is None:  # the injected fault "skip"
+        return run(torch.zeros_like(source), axis.group.group_name)
+    made: list[torch.Tensor] = []
+
+    def post() -> Posted:
+        """Queue the kernels."""
+        over, _ = call.redirect(ordered=False)
+        made.extend(run(_drop_source(call, source), over.group.group_name))
+        return [_QUEUED], None
+
+    def corrupt() -> None:
+        """Corrupt the results by the injected fault, if there is one."""
+        for each in made if call.fault is not None else ():
+            axis.communicator.faults.corrupt_result(call.fault, each)
+
+    _post_call(post, call, source.new_empty(0), False, corrupt)
     return made
 
 

@@ -50,11 +50,9 @@ class Communicator:
     """
 
     def __init__(
-        self,
-        device: torch.device | str = "cpu",
-        timeout_seconds: float = 600.0,
+        self, device: torch.device | str = "cpu", timeout_seconds: float = 600.0,
         programs: Mapping[tuple[str, str], NamedProgram] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.programs = NamedPrograms(programs, timeout_seconds, device)
         self.record = Record()
         self.calls = get_process_writer()

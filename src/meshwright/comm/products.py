@@ -54,9 +54,9 @@ def multiply_gathered(
 
     x_BsX: tokens of this rank. site: label of the calls in traces. keeps: False: the second result is empty."""
     if axis.communicator.product_overlap == "symmetric":
-        fused = partial(torch.ops.symm_mem.fused_all_gather_matmul, x_BsX, [matrix_XY], 1, return_A=keeps)
-        x_BSX, (y_BSY,) = run_fused(fused, "all_gather", x_BsX.nbytes * axis.size, axis, site)
-        return y_BSY.contiguous(), x_BSX.contiguous() if keeps else x_BsX.new_empty(0)
+        multiply = partial(_multiply_gathered_fused, matrix_XY, keeps)
+        y_BSY, x_BSX = run_fused(multiply, x_BsX, "all_gather", x_BsX.nbytes * axis.size, axis, site)
+        return y_BSY, x_BSX
     x_GBsX = x_BsX.new_empty(axis.size, *x_BsX.shape)
     y_GBsY = x_BsX.new_empty(*x_GBsX.shape[:-1], matrix_XY.shape[1])
     x_GBsX[axis.rank] = x_BsX
@@ -75,9 +75,8 @@ def multiply_and_scatter(x_BSX: torch.Tensor, matrix_XY: torch.Tensor, axis: Axi
     """Return this rank's tokens [B, s, Y] of the sum over the ranks of `axis` of the product of `x_BSX` with
     `matrix_XY`; 16-bit products are added in float32. site: label of the calls in traces."""
     if axis.communicator.product_overlap == "symmetric":
-        fused = partial(torch.ops.symm_mem.fused_matmul_reduce_scatter, x_BSX, matrix_XY, "sum", 1)
         size = x_BSX.nbytes // matrix_XY.shape[0] * matrix_XY.shape[1]
-        return run_fused(fused, "reduce_scatter", size, axis, site).contiguous()
+        return run_fused(partial(_multiply_and_scatter_fused, matrix_XY), x_BSX, "reduce_scatter", size, axis, site)[0]
     x_GBsX = x_BSX.unflatten(1, (axis.size, -1)).movedim(1, 0)
     sums_GBsY = x_BSX.new_empty(*x_GBsX.shape[:-1], matrix_XY.shape[1])
     in_flight = []
@@ -89,6 +88,20 @@ def multiply_and_scatter(x_BSX: torch.Tensor, matrix_XY: torch.Tensor, axis: Axi
     for handle, _ in in_flight:  # what is sent is not freed before
         handle.wait()
     return sums_GBsY.sum(dim=0)
+
+
+def _multiply_gathered_fused(
+    matrix_XY: torch.Tensor, keeps: bool, x_BsX: torch.Tensor, group: str
+) -> list[torch.Tensor]:
+    """Run `multiply_gathered`, whose arguments these are, by symmetric memory. group: name of the process group."""
+    fused = torch.ops.symm_mem.fused_all_gather_matmul
+    x_BSX, (y_BSY,) = fused(x_BsX, [matrix_XY], 1, group, return_A=keeps)
+    return [y_BSY.contiguous(), x_BSX.contiguous() if keeps else x_BsX.new_empty(0)]
+
+
+def _multiply_and_scatter_fused(matrix_XY: torch.Tensor, x_BSX: torch.Tensor, group: str) -> list[torch.Tensor]:
+    """Run `multiply_and_scatter`, whose arguments these are, by symmetric memory. group: name of the process group."""
+    return [torch.ops.symm_mem.fused_matmul_reduce_scatter(x_BSX, matrix_XY, "sum", 1, group).contiguous()]
 
 
 def _join_tokens(parts_GBsX: torch.Tensor) -> torch.Tensor:

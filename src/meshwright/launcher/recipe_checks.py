@@ -122,6 +122,11 @@ def check_cuda_graphs(recipe: Recipe, config: ModelConfig) -> None:
         problem = "a CUDA graph has fixed shapes, and batches pack other documents; set data.document_mask=false"
     elif config.experts:
         problem = "a CUDA graph has fixed shapes, and batches give experts other numbers of tokens"
+    elif config.attention_softcap and (config.sliding_window or recipe.data.sequence) < recipe.data.sequence:
+        problem = (
+            "a replay of a CUDA graph makes no copies of the host's masks, which sliding windows of attention with a "
+            f"softcap need; set data.sequence={config.sliding_window}, where no token is beyond the window"
+        )
     if recipe.train.cuda_graphs and problem is not None:
         raise UserError(f"{recipe.where('train.cuda_graphs')}: train.cuda_graphs: {problem}")
 

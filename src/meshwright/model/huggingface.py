@@ -45,14 +45,9 @@ def load_huggingface(
 
 
 def load_encoder(
-    directory: str | Path,
-    *,
-    head: Head | None = None,
-    labels: Sequence[str] = (),
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> tuple[Encoder, ModelConfig]:
+    directory: str | Path, *, head: Head | None = None, labels: Sequence[str] = (), seed: int = 0,
+    dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
+) -> tuple[Encoder, ModelConfig]:  # fmt: skip
     """Load the encoder in the Hugging Face directory `directory` onto `device`, its parameters cast to `dtype`; return
     the model and its configuration.
 

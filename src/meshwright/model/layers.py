@@ -5,6 +5,7 @@ Shapes: B sequences, S tokens of a sequence, H hidden, F intermediate, V vocabul
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ class RowParallelLinear(ParallelLinear):
         if overlap is None:
             y = self.tensor.leave(self._product(x), self.site)
         else:
-            y = linear(x, self.weight, None, self.weight_gradients, self.taps, overlap)
+            y = linear(x, self.weight, None, self.weight_gradients, self.taps, overlap, self.ends_recompute)
         return y if self.bias is None else y + self.bias
 
 
@@ -222,7 +223,13 @@ class Embedding(nn.Module):
 
 def scale_embedding(x_BSH: Tensor, factor: float) -> Tensor:
     """Return the embeddings `x_BSH` times `factor`, which is first rounded to their dtype, as in Gemma."""
-    return x_BSH if factor == 1 else x_BSH * torch.tensor(factor, dtype=x_BSH.dtype).item()
+    return x_BSH if factor == 1 else x_BSH * _round_number(factor, x_BSH.dtype)
+
+
+@cache
+def _round_number(number: float, dtype: torch.dtype) -> float:
+    """Return `number` rounded to `dtype`."""
+    return torch.tensor(number, dtype=dtype).item()
 
 
 class _Lookup(torch.autograd.Function):

@@ -165,6 +165,7 @@ def linear(
         return F.linear(x, weight, bias)
     if taps is not None and queued and torch.compiler.is_compiling():
         return _Linear.apply(x, weight, bias, None, overlap, None, *taps)
+    ends_recompute = ends_recompute and not torch.compiler.is_compiling()
     saved = _apply_uncompiled(_SaveOperands, x, weight).grad_fn if ends_recompute else None
     return (_apply_uncompiled if queued else _apply_function)(_Linear, x, weight, bias, queue, overlap, saved)
 

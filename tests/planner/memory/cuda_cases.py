@@ -49,6 +49,7 @@ class CudaStep(NamedTuple):
     documents: int = 1
     hopper: bool = False
     saved: bool = False  # whether to compare what one forward keeps, tensor by tensor
+    overlap: str = "off"  # of tensor-parallel products with their collectives
     graphs: bool = False  # whether forward and backward are captured in the third step; the fourth is then measured
 
 
@@ -151,6 +152,7 @@ if __name__ == "__main__":
     from meshwright.parallel.parallelize import build_axes
     from meshwright.parallel.step import ForwardBackward
     from meshwright.parallel.zero_engine import ZeroEngine
+    from meshwright.planner.cost.engines import choose_run_engine
     from meshwright.planner.cost.micro_batch import Routed
     from meshwright.planner.memory.ledger import ledger
     from meshwright.recipe import TrainRecipe
@@ -480,7 +482,7 @@ if __name__ == "__main__":
         found = watch(
             Case(
                 config, case.layout, rows, case.sequence, str(PARAMETER_DTYPES[precision]).removeprefix("torch."),
-                starts=None if case.documents == 1 else [documents] * rows, device="cuda",
+                starts=None if case.documents == 1 else [documents] * rows, device="cuda", overlap=case.overlap,
             )
         )  # fmt: skip
         states = re.compile(r"aten::_scaled_dot_product_\w+ \(2?,?\) ")  # of random numbers, described as elsewhere
@@ -495,7 +497,7 @@ if __name__ == "__main__":
         predicted = ledger(
             config, layout, batch=case.batch, sequence=case.sequence, optimizer=case.optimizer, rank=case.rank,
             documents=case.documents > 1, device="cuda", architecture="Hopper" if case.hopper else "Ampere",
-            graphs=case.graphs,
+            graphs=case.graphs, engine=choose_run_engine(case.overlap, "cuda"),
         )  # fmt: skip
         device = torch.device("cuda", 0)
         allocator = Allocator((32 << 20) if case.hopper else 8519680, 1 + case.graphs)
@@ -509,6 +511,7 @@ if __name__ == "__main__":
 
         with FakeTensorMode(), allocator, cuda_of(allocator, mesh_of, case, routed):
             mesh = mesh_of(layout)
+            mesh.communicator.product_overlap = case.overlap
             table = parameter_table(config)
             program = program_for(layout, config, case.sequence)
             partition = Partition.of(program, config, table, case.sequence)

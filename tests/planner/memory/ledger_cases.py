@@ -27,7 +27,7 @@ from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.step import ForwardBackward, count_targets, sum_over_data
-from meshwright.planner.cost.engines import ENGINES
+from meshwright.planner.cost.engines import choose_run_engine
 from meshwright.planner.cost.micro_batch import Routed
 from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.memory.ledger import Ledger, ledger
@@ -181,7 +181,7 @@ def _measure(step: Step) -> Measured:
             step.config, layout, batch=step.batch, sequence=step.sequence, optimizer=kind, parameter_dtype=step.dtype,
             rank=mesh.rank, routed=came, documents=known if step.known_documents else bool(known), pairs=step.pairs,
             compile=step.compiled, teacher=step.teacher,
-            engine=ENGINES["meshwright"].overlapped("chunks" if step.overlap else "off", "cpu"),
+            engine=choose_run_engine("chunks" if step.overlap else "off", "cpu"),
         )  # fmt: skip
 
     # A thread of gloo lets go of a message that has arrived when it next runs: the lowest is what the step needs. When

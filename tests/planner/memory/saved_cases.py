@@ -26,7 +26,7 @@ from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.parallelize import build_axes
 from meshwright.parallel.stage_compute import BackwardOrder, StageCompute
 from meshwright.parallel.zero_engine import ZeroEngine
-from meshwright.planner.cost.engines import ENGINES
+from meshwright.planner.cost.engines import choose_run_engine
 from meshwright.planner.cost.micro_batch import MicroBatch, Routed
 from meshwright.planner.memory.saved import saved_activations
 from meshwright.planner.memory.snapshot import Allocation
@@ -189,7 +189,7 @@ def watch(case: Case) -> Watched:
     micro_batch = MicroBatch.of(
         case.config, layout, case.rows, case.sequence, packed=case.starts or False, dtype=case.dtype,
         device=device, responses=int(case.pairs), routed=dict(zip(mixtures, counted, strict=True)) if counted else {},
-        engine=ENGINES["meshwright"].overlapped(case.overlap, device),
+        engine=choose_run_engine(case.overlap, device),
     )  # fmt: skip
     predicted = saved_activations(
         micro_batch, stages[case.stage], at_once=case.at_once, tp_rank=mesh.tp.rank, compiled=case.backend is not None

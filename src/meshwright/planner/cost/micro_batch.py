@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -125,6 +125,7 @@ class MicroBatch:
         masked: True if sequences pack several documents.
         starts: For each sequence, the token positions at which documents begin; None if unknown.
         responses: Most responses with preferences (DPO, KTO) in a sequence; 0 for next-token training.
+        gathers_again: True if linear layers that overlap with all-gathers save their tokens before it.
         routed: Token copies by index of the layer with experts; layers that are missing have equal load on all ranks.
         operators: Cache of the operators' lists and of properties, filled by `blocks` and `dimensions`.
     """
@@ -146,6 +147,7 @@ class MicroBatch:
     masked: bool = False
     starts: Starts | None = None
     responses: int = 0
+    gathers_again: bool = False
     routed: Mapping[int, Routed] = field(default_factory=dict, hash=False)
     operators: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -162,6 +164,12 @@ class MicroBatch:
         masked = any(len(row) > 1 for row in starts) if starts is not None else bool(packed)
         options |= {"masked": masked, "starts": starts if masked else None}
         return cls(config, layout, rows, sequence, layout.tp, layout.cp, layout.ep, layout.etp, **options)
+
+    @cached_property
+    def recomputed(self) -> MicroBatch:
+        """A micro-batch whose forward saves, without recompute, what the recomputed forward of this one saves."""
+        again = self.layout.recompute == "selective"
+        return replace(self, layout=self.layout.with_(recompute="none"), gathers_again=again)
 
     @property
     def itemsize(self) -> int:

@@ -77,10 +77,9 @@ class ActivationBytes:
         """Return the bytes of a micro-batch of one sequence by the published closed form of an engine other than
         `meshwright`. Items: those of the first dimension of `_one_sequence`. stream: bytes of the hidden states of one
         sequence on a rank."""
-        unrecomputed = replace(batch, layout=batch.layout.with_(recompute="none"))
         saved, again = (
             [sum(published_layer(each, kind.mixed).values()) * self.itemsize / 2 for kind in self.kinds]
-            for each in (batch, unrecomputed)
+            for each in (batch, batch.recomputed)
         )
         recomputed = np.max([every - own for every, own in zip(again, saved, strict=True)], axis=0)
         return [*saved, *saved, 0.0, stream, recomputed + 2 * stream]
@@ -89,7 +88,7 @@ class ActivationBytes:
         """Return the bytes of a micro-batch of one sequence under the engine `meshwright`. Items: those of the first
         dimension of `_one_sequence`. stream: bytes of the hidden states of one sequence on a rank."""
         compiled, recompute = self.problem.compile, batch.layout.recompute
-        whole = batch if recompute == "none" else replace(batch, layout=batch.layout.with_(recompute="none"))
+        whole = batch if recompute == "none" else batch.recomputed
 
         def saved(of: MicroBatch, stage: Stage) -> Number:
             """Return the bytes of the activations that a stage saves."""

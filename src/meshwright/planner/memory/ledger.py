@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypedDict, Unpack
 
@@ -321,7 +321,7 @@ class _StepReplay:
             stage = self.partition.stages[index]
             kept, whole = (
                 saved_activations(each, stage, at_once=at_once, tp_rank=self.place["tp"], compiled=self.compiled)
-                for each in (self.batch, replace(self.batch, layout=replace(self.layout, recompute="none")))
+                for each in (self.batch, self.batch.recomputed)
             )
             flats = {unit: [flat for flat in self.flats if flat.unit == unit] for unit in self.units}
             buffers = Buffers(self.partition.units(stage), flats, gradient_buffers(self.flats), self.table.tied)
