@@ -50,9 +50,8 @@ static long first_visible(const Op& op, long position) {
 
 // The query heads of key-value head `head` for the tokens of a tile, over one span: a result for each row at `sums`.
 // scores: [rows][SECTION_TOKENS], overwritten.
-template <class W>
-static void attend_span(const Op& op, const Step& step, const QueryTile& tile, long head, long span, float* sums,
-                        float* scores) {
+template <class W> static void attend_span(const Op& op, const Step& step, const QueryTile& tile, long head, long span,
+                                          float* sums, float* scores) {
     const Cache& cache = op.cache;
     const long size = cache.head_dim, floats = partial_floats(size), width = floats - 2 * LANES;
     const long group = op.heads / cache.kv_heads, rows = tile.count * group;

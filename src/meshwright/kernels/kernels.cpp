@@ -43,8 +43,7 @@ static void normalise(const float* x, float* out, const float* weight, const flo
     }
 }
 
-template <class W>
-static void rope_store(const Op& op, const Step& step, long t) {
+template <class W> static void rope_store(const Op& op, const Step& step, long t) {
     const Cache& cache = op.cache;
     const long size = cache.head_dim, width = (size + LANES - 1) / LANES * LANES, half = op.rotated / 2;
     float* row = op.out + t * op.out_stride;
@@ -228,6 +227,7 @@ static long count_items(const Op& op, Run& run) {
     if (run.rounds) return run.rounded.resize((rows + 31) * rounded_stride(op.matrix.k) / AMX_K), (rows + 15) / 16;
     switch (op.kind) {
         case LINEAR: case GROUPED_LINEAR:
+            if (op.kind == GROUPED_LINEAR && op.mode) group_assignments(op, *run.step);  // the first product of a layer
             run.ends.resize(op.matrix.count);
             for (long e = 0, items = 0; e < op.matrix.count; ++e) run.ends[e] = items += items_of(op, run, e).count();
             return run.ends.back();
@@ -239,7 +239,6 @@ static long count_items(const Op& op, Run& run) {
             run.done.assign(units, 0);
             return units * run.parts;
         case ACTIVATION: return rows * ((op.size - 1) / ACTIVATION_CHUNK + 1);
-        case GROUP: return 1;
         default: return rows;
     }
 }
@@ -260,7 +259,6 @@ static void execute(const Op& op, Run& run, long item) {
         case ATTENTION: return attend(op, run, item);
         case ACTIVATION: return activation(op, item % rows, item / rows * ACTIVATION_CHUNK);
         case ROUTE: return route(op, item);
-        case GROUP: return group_assignments(op, *run.step);
         case COMBINE: return combine(op, item, out);
         case SCALE: return scale_row(op, item, in, out);
     }

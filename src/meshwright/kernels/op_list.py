@@ -32,7 +32,7 @@ Execute = Callable[["ctypes.Array[structures.Op]", int, int, structures.Step], N
 """Executes the entries from one index to another (exclusive) of an array of operations on a step."""
 
 _KINDS = (
-    *("embed", "norm", "linear", "rope_store", "attention", "activation", "route", "group", "grouped_linear"),
+    *("embed", "norm", "linear", "rope_store", "attention", "activation", "route", "grouped_linear"),
     *("combine", "scale"),
 )
 KIND = {name: number for number, name in enumerate(_KINDS)}
@@ -249,9 +249,9 @@ def _lower_activation(op: Activation, rows: str = "tokens", **fields: Any) -> It
 
 
 def _lower_experts(op: Experts) -> Iterator[structures.Op]:
-    """Yield the seven ctypes structs of the mixture-of-experts layer `op`: router product, top-k choice, sorting by
-    expert, up projections, activation, down projections, weighted sum. Raises `ValueError` if the
-    workspace was allocated for another number of experts or another top-k than the layer has."""
+    """Yield the six ctypes structs of the mixture-of-experts layer `op`: router product, top-k choice, up projections
+    (the library sorts the assignments by expert before them), activation, down projections, weighted sum. Raises
+    `ValueError` if the workspace was allocated for another number of experts or another top-k than the layer has."""
     space, count = op.workspace, op.router.n
     if space.scores.shape[1] != count or space.chosen.shape[1] != op.top_k:
         raise ValueError(
@@ -268,7 +268,6 @@ def _lower_experts(op: Experts) -> Iterator[structures.Op]:
     of_down = get_address(op.biases[2], np.float32, up.count * hidden)
     yield from _lower_linear(Linear(space.scores, op.x, op.router, op.biases[0]))
     yield _make_op("route", space.scores, None, width=count, mode=_ROUTER[op.router_kind], bias=bias, routing=routing)
-    yield _make_op("group", space.scores, None, width=count, routing=routing)
     yield _make_op(
         "grouped_linear", space.up, op.x, width=width, in_width=hidden, mode=True, matrix=up, bias=of_up,
         routing=routing,

@@ -11,9 +11,7 @@
 #define TEXT(x) #x
 #define DEFINED(name) (TEXT(name)[0] == '1')
 
-struct alignas(64) Pairs {  // 16 columns x 2 consecutive k, in bfloat16
-    bfloat16 value[2 * LANES];
-};
+struct alignas(64) Pairs { bfloat16 value[2 * LANES]; };  // 16 columns x 2 consecutive k
 
 // Most accumulators in registers, for weights of type W, and most rows of a tile: on AVX2 pairs leave fewer of 16
 // registers; AVX-512 leaves some for 8 broadcast inputs.
@@ -74,9 +72,9 @@ template <class X, class W, int R, int P>
 
 // The same for any number of rows, in tiles of nearly equal height (at most R), and of panels, which stay in the first
 // cache for all rows. A tile takes at most `Panels` panels; the first tiles prefetch the panels `next`.
-template <int Panels, class X, class W, int R = TILE_ROWS<W>>
-static void multiply(const X* const* x, long rows, const W* const* w, const W* const* next, long panels, long stride,
-                     long depth, float* sums, long columns, bool fresh = false) {
+template <int Panels, class X, class W, int R = TILE_ROWS<W>> static void multiply(
+    const X* const* x, long rows, const W* const* w, const W* const* next, long panels, long stride, long depth,
+    float* sums, long columns, bool fresh = false) {
     if constexpr (R > 0) {
         constexpr int fit = std::clamp(ACCUMULATORS<W> / R, 1, Panels), most = PARTS == 1 && fit == 3 ? 2 : fit;
         long end = 0;  // of the rows in tiles of height R
@@ -151,28 +149,27 @@ static float* take_scratch(long count) {
 
 // The first line (64 bytes) of a panel, of which each is two lines after the one before.
 static const char* panel_at(const Matrix& w, long index, long panel) {
-    return (const char*)w.data + index * w.stride + panel / 2 * (w.stride / ((w.n + 31) / 32)) + panel % 2 * 64;
+    const long lines = w.bf16 ? (w.k + AMX_K - 1) / AMX_K * AMX_K : 2 * w.k;  // of two panels
+    return (const char*)w.data + index * w.stride + (panel / 2 * lines + panel % 2) * 64;
 }
 
 // sums (+)= x times `count` panels of matrix `index` from `panel` on. x: rows of float, or those that `round_row` made,
 // for products that take them.
-template <class W>
-static void multiply_panels(const void* const* x, long rows, const Matrix& w, long index, long panel, long count,
-                            float* sums, long columns, bool fresh) {
+template <class W> static void multiply_panels(const void* const* x, long rows, const Matrix& w, long index, long panel,
+                                              long count, float* sums, long columns, bool fresh) {
     constexpr bool pairs = std::is_same_v<W, Pairs>, rounds = ROUNDS && pairs;
     using X = std::conditional_t<rounds, bfloat16, float>;
-    const W *at[2 * GROUP_PANELS + 2], *next[2 * GROUP_PANELS]; const X* row[BLOCK_ROWS];
+    const W* at[2 * GROUP_PANELS + 2]; const X* row[BLOCK_ROWS];
     for (long begin = 0; begin < w.k; begin += SECTION, fresh = false) {
         const long depth = std::min(SECTION, w.k - begin), stride = 2 * (64 / sizeof(W));
         for (long p = 0; p < count + 2; ++p)  // those after the last panel are only prefetched
             at[p] = (const W*)panel_at(w, index, panel + p) + begin / (1 + pairs) * stride;
-        // A tile of few rows waits for its own stream, which the processor prefetches; only a single row gains from more.
-        for (long p = 0; p < count; ++p) next[p] = rows > 4 ? at[p + 2] : at[p] + (rows == 1) * 32 * stride;
         for (long r = 0; r < rows; ++r) row[r] = (const X*)x[r] + begin;
         if constexpr (AMX && pairs)
             multiply_by_amx(row[0], rounded_stride(w.k), rows, at, count, depth, sums, columns, fresh);
-        // Rounded rows and panels have a 0 after an odd k.
-        else multiply<2>(row, rows, at, next, count, stride, depth + (rounds & depth), sums, columns, fresh);
+        // Rounded rows and panels have a 0 after an odd k. A tile of few rows waits for its own stream, which the
+        // processor prefetches; software prefetches of lines further ahead make it slower.
+        else multiply<2>(row, rows, at, at + (rows > 4) * 2, count, stride, depth + (rounds & depth), sums, columns, fresh);
     }
 }
 
@@ -210,9 +207,11 @@ static void multiply_item(const Op& op, const Items& items, long item, long inde
         if (rounds && !rounded) round_row(in, op.matrix.k, work + r * stride);
         x[r] = !rounds ? (void*)in : rounded ? rounded + (first + r) * stride : work + r * stride;
     }
-    (op.matrix.bf16 ? multiply_panels<Pairs> : multiply_panels<float>)(
-        x, rows, op.matrix, index, panel, panels, direct ? out[0] : sums, direct ? op.out_stride : columns,
-        !direct || !op.accumulate);
+    const long at_once = rows > 8 || op.matrix.k <= SECTION ? panels : 2;  // few rows: panels in the order of memory
+    for (long p = 0; p < panels; p += at_once)
+        (op.matrix.bf16 ? multiply_panels<Pairs> : multiply_panels<float>)(
+            x, rows, op.matrix, index, panel + p, std::min(at_once, panels - p), (direct ? out[0] : sums) + p * LANES,
+            direct ? op.out_stride : columns, !direct || !op.accumulate);
     for (long r = 0; r < rows && !direct; ++r)
         for (long c = 0; c < columns; c += LANES) {
             const long column = panel * LANES + c, count = op.matrix.n - column;

@@ -30,9 +30,7 @@ struct Routing {
     int32_t normalise;
 };
 
-enum Kind : int32_t {
-    EMBED, NORM, LINEAR, ROPE_STORE, ATTENTION, ACTIVATION, ROUTE, GROUP, GROUPED_LINEAR, COMBINE, SCALE,
-};
+enum Kind : int32_t { EMBED, NORM, LINEAR, ROPE_STORE, ATTENTION, ACTIVATION, ROUTE, GROUPED_LINEAR, COMBINE, SCALE };
 enum Rows : int32_t { TOKENS, OUTPUTS, ASSIGNMENTS };
 enum Router : int32_t { SOFTMAX, SIGMOID, LOGITS };  // LOGITS: the choice is by logits, the weights are their sigmoids
 enum ActivationKind : int32_t { SILU, GELU, GELU_TANH, RELU, RELU2 };

@@ -22,9 +22,7 @@ typedef __m256 Part;
 typedef int32_t IntPart __attribute__((vector_size(sizeof(Part))));
 constexpr int PARTS = LANES * sizeof(float) / sizeof(Part);
 
-struct Vec {
-    Part part[PARTS];
-};
+struct Vec { Part part[PARTS]; };
 
 #define UNROLL _Pragma("GCC unroll 16")
 #define EACH UNROLL for (int i = 0; i < PARTS; ++i)
@@ -75,8 +73,7 @@ INLINE void store(float* p, const Vec& v, long count) {
 INLINE void store_or_add(float* p, const Vec& v, long count, bool add) { store(p, add ? load(p, count) + v : v, count); }
 
 // The lanes combined pairwise.
-template <class F>
-INLINE float reduce(const Vec& v, F combine) {
+template <class F> INLINE float reduce(const Vec& v, F combine) {
     float lanes[LANES];
     store(lanes, v);
     for (long half = LANES / 2; half; half /= 2)
