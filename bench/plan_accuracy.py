@@ -7,8 +7,8 @@ Beside the table that is named, `bench/data/published_runs.csv` and `unseen_runs
 constants are fitted to, `planner/cost/rates.toml` says; `HELD_BACK` are sources that no constant was fitted to, though
 four were chosen with them in sight (sum of attention's times, its flash-2 rates, overlap tax across, ramp of pairs).
 The bounds of a source are tested by those that the runs of all other projects give (`held_out`), also by kind of run.
-`--bounds` first writes the planner's bounds from all runs but those of the `JUDGED` parts of `unseen_runs.csv`, which
-decide nothing. Peaks of memory that the tables have are compared with what the planner says
+`--bounds` first writes the planner's bounds from all runs but those of the part "test" of `unseen_runs.csv`, which
+decides nothing. Peaks of memory that the tables have are compared with what the planner says
 the allocator holds.
 """
 
@@ -37,7 +37,6 @@ from meshwright.toml import read_packaged_toml
 
 Predictions = list[tuple[Run, StepTime]]
 LEAST_OF_A_SWEEP = 3
-JUDGED = ("test", "fresh-2")
 Bounded = dict[str, list[Bounds]]
 
 
@@ -94,16 +93,17 @@ def report(found: Predictions) -> dict[str, Any]:
 def measure(path: Path, verbose: bool = False, bounds: bool = False) -> dict[str, Any]:
     """The figures of all sources of a table, of all its runs together, and the same of the published ones."""
     tables = [priced(path, verbose), priced(PUBLISHED, verbose)]
-    tables += [priced(UNSEEN, verbose, half) for half in ("development", "fresh")]
-    everything = {source: pairs for found, _ in tables for source, pairs in found.items()}
+    unseen = {part: priced(UNSEEN, verbose, part) for part in (*plan_bounds.KNOWN, "test")}
+    deciding = [*tables, *(unseen[part] for part in plan_bounds.KNOWN)]
+    everything = {source: pairs for found, _ in deciding for source, pairs in found.items()}
     if bounds:
         plan_bounds.write([pair for pairs in everything.values() for pair in pairs])
         read_packaged_toml.cache_clear()
         read_bounds_table.cache_clear()
         return measure(path)
-    left_out = held_out(everything)
-    given, new, development, fresh = (figures(found, refused, left_out) for found, refused in tables)
-    known = {source: pairs for found, _ in tables[:2] for source, pairs in found.items()}
+    left_out = held_out(everything, everything | unseen["test"][0])
+    given, new = (figures(found, refused, left_out) for found, refused in tables)
+    known = {source: pairs for found, _ in tables for source, pairs in found.items()}
     back = {source: pairs for source, pairs in known.items() if source.startswith(HELD_BACK)}
     return given | {
         "published": new | {"memory": memory(PUBLISHED)},
@@ -112,23 +112,14 @@ def measure(path: Path, verbose: bool = False, bounds: bool = False) -> dict[str
         "kinds": by_kind(everything, left_out),
         "sweeps": sweeps(known),
         "unseen": {
-            "development": development,
-            "fresh": fresh | {"memory": memory(UNSEEN, "fresh")},
-            "fresh_kinds": by_kind(tables[3][0], left_out),
-        }
-        | judged(everything, verbose),
+            name: found
+            for part, (pairs, refused) in unseen.items()
+            for name, found in (
+                (part.replace("-", "_"), figures(pairs, refused, left_out) | {"memory": memory(UNSEEN, part)}),
+                (f"{part.replace('-', '_')}_kinds", by_kind(pairs, left_out)),
+            )
+        },
     }
-
-
-def judged(everything: dict[str, Predictions], verbose: bool) -> dict[str, Any]:
-    """Return the figures of the parts that decide nothing, with their bounds from `everything`."""
-    found: dict[str, Any] = {}
-    for part in JUDGED:
-        runs_, refused = priced(UNSEEN, verbose, part)
-        bounded, name = held_out(everything, runs_), part.replace("-", "_")
-        found[name] = figures(runs_, refused, bounded) | {"memory": memory(UNSEEN, part)}
-        found[f"{name}_kinds"] = by_kind(runs_, bounded)
-    return found
 
 
 def priced(path: Path, verbose: bool, half: str | None = None) -> tuple[dict[str, Predictions], list[str]]:
@@ -181,17 +172,15 @@ def summary(found: dict[str, Predictions], left_out: Bounded) -> dict[str, Any]:
 
 
 def held_out(everything: dict[str, Predictions], judged: dict[str, Predictions] | None = None) -> Bounded:
-    """Return, by source, the bounds of its runs computed from the runs of other projects. Only the factor
-    `shift` knows its runs a little: the scores of other projects come from bounds to which they contributed. judged:
-    sources whose bounds are returned, `everything` by default."""
+    """Return, by source, the bounds of the runs `judged`, by default of `everything`, computed from those runs of
+    `everything` that other projects published."""
     found: Bounded = {}
     tables: dict[str, BoundsTable] = {}
-    scored = plan_bounds.scores([pair for pairs in everything.values() for pair in pairs])
     for source, pairs in (everything if judged is None else judged).items():
         whose = project(pairs[0][0])
         if whose not in tables:
             others = [pair for each in everything.values() for pair in each if project(pair[0]) != whose]
-            tables[whose] = plan_bounds.table(others, plan_bounds.conformal_shift(scored, whose))
+            tables[whose] = plan_bounds.table(others)
         found[source] = [tables[whose].bounds(request(one, step)) for one, step in pairs]
     return found
 

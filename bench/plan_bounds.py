@@ -1,6 +1,6 @@
-"""Bounds of predicted step times from published runs, for `src/meshwright/planner/cost/bounds.toml`: quantiles of
-measured over predicted seconds by kind of run, every source with the same weight, and one factor that makes them hold
-for runs to which no rate was fitted (conformal prediction).
+"""Bounds of predicted step times from published runs, for `src/meshwright/planner/cost/bounds.toml`: how errors grow
+with the difficulty of a step, every project with the same weight, scaled so that bounds hold runs to which no rate was
+fitted (conformal prediction with normalised scores).
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from bench.published_runs import UNSEEN, Run, sources
 from meshwright.planner.api import plan
@@ -23,18 +26,16 @@ from meshwright.spec.config_from_recipe import config_from_recipe
 
 Pair = tuple[Run, StepTime]
 BOUNDS = Path(__file__).parents[1] / "src" / "meshwright" / "planner" / "cost" / "bounds.toml"
-OUTSIDE = 0.1
-"""Share of runs that quantiles leave outside, before `conformal_shift` widens them."""
 COVERED = 0.9
 """Share of a new project's runs that the bounds hold, if it is like those whose sources no rate was fitted to."""
+KNOWN = ("development", "fresh", "fresh-2")
+"""Parts of unseen_runs.csv that give bounds; no rate was fitted to them. The part "test" decides nothing."""
 HELD_BACK = ("MaxText", "PaxML", "Kubernetes", "Llama 3", "NVIDIA/NeMo docs")
 """How the names of sources begin that no constant of the planner was fitted to, beside those of unseen_runs.csv."""
 WIDEN = 0.25
-NARROW, WAITING = 0.6, 0.02
-"""Exponent of the bounds of steps that wait for nothing, and the share of waiting from which it is 1: chosen, as
-`OUTSIDE`, by the coverage and width of bounds that only other projects gave."""
 LEAST_PROJECTS, LEAST_RUNS = 3, 15
-SPREAD = BoundsTable((), frozenset(), WIDEN, NARROW, WAITING)
+RIDGE, LEAST_ERROR = 0.05, 0.005
+"""Penalty on coefficients, which keeps what few projects show small; smallest error (of the logarithm) in the fit."""
 ASKED = ("experts", "architecture", "eight_bit")
 TOGETHER = (ASKED, ("experts", "eight_bit"), ("experts",), ())
 """Sets of properties that define kinds of runs, the narrowest kinds first. Each run belongs to one of the last two:
@@ -63,96 +64,120 @@ def project(one: Run) -> str:
 
 def request(one: Run, step: StepTime) -> StepProperties:
     """Return what decides the bounds of a run."""
+    return _properties(one, step.seconds)
+
+
+@cache
+def _properties(one: Run, seconds: float) -> StepProperties:
     layout = one.layouts[0]
     problem = problem_for(one.config, layout, one.cluster, one.sequence, one.batch, engine=one.engine)
-    return StepProperties.of(problem, layout, step.seconds, 1 - step.breakdown["compute"] / step.seconds)
+    return StepProperties.of(problem, layout, seconds)
 
 
-def scores(pairs: list[Pair]) -> list[tuple[str, float]]:
-    """Return, of every run that no rate was fitted to, its project and the least factor by which both bounds have to be
-    wider to hold the run: the bounds that the runs of all other projects give."""
-    development = sources(UNSEEN, "development") | sources(UNSEEN, "fresh")
-    unfitted = [pair for pair in pairs if pair[0].source.startswith(HELD_BACK) or pair[0].source in development]
-    found = []
-    for whose in sorted({project(one) for one, _ in unfitted}):
-        others = table([pair for pair in pairs if project(pair[0]) != whose], 1.0)
-        for one, step in unfitted:
-            if project(one) == whose:
-                bounds, ratio = others.bounds(request(one, step)), one.seconds / step.seconds
-                found.append((whose, max(ratio / bounds.high, bounds.low / ratio)))
+def fit_spread(properties: np.ndarray, sizes: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Return the coefficients b [properties] of expected sizes exp(x b): a gamma regression with a logarithmic link, by
+    Fisher scoring (McCullagh and Nelder 1989, section 8), with the penalty `RIDGE` on all but the first, which alone
+    may be negative: no difficulty makes a bound narrower.
+
+    properties: x [runs, properties], 1 in the first column; sizes [runs]: of errors, above 0; weights [runs], of sum
+    1."""
+    penalty = RIDGE * np.eye(properties.shape[1])
+    penalty[0, 0] = 0.0
+    found = np.zeros(properties.shape[1])
+    found[0] = math.log(float(weights @ sizes))
+    curvature = properties.T @ (weights[:, None] * properties) + penalty
+    for _ in range(200):
+        gradient = properties.T @ (weights * (1 - sizes * np.exp(-properties @ found))) + penalty @ found
+        free = (found > 0) | (gradient < 0)
+        free[0] = True
+        step = np.linalg.solve(curvature[np.ix_(free, free)], gradient[free])
+        found[free] -= np.clip(step, -0.5, 0.5)
+        found[1:] = np.maximum(found[1:], 0.0)
     return found
 
 
-def conformal_shift(scored: list[tuple[str, float]], without: str | None = None) -> float:
-    """Return the factor of both bounds by split conformal prediction: the quantile `COVERED` (n + 1) / n of the scores
-    of n projects, each with the same weight. Projects, not runs, are what a new one is exchangeable with.
+def spreads(pairs: list[Pair]) -> dict[str, dict[str, float]]:
+    """Return the coefficients of both bounds (`BoundsTable.below`, `above`): fitted to the errors of all runs, and
+    scaled by one factor so that bounds hold those to which no rate was fitted."""
+    architectures = known_architectures(pairs)
+    asked = [request(one, step) for one, step in pairs]
+    values = [each.measure_difficulty(each.architecture not in architectures) for each in asked]
+    logarithms = np.array([math.log(one.seconds / step.seconds) for one, step in pairs])
+    runs_of = Counter(project(one) for one, _ in pairs)
+    weights = np.array([1 / runs_of[project(one)] / len(runs_of) for one, _ in pairs])
+    properties = np.array([list(each.values()) for each in values])
+    sides = {
+        name: fit_spread(properties, np.maximum(sign * logarithms, 0) + LEAST_ERROR, weights)
+        for name, sign in (("below", -1), ("above", 1))
+    }
+    below, above = (np.exp(properties @ each) for each in sides.values())
+    scores = np.maximum(-logarithms / below, logarithms / above)
+    factor = conformal_factor(
+        [(project(one), float(score)) for (one, _), score in zip(pairs, scores, strict=True) if unfitted(one)]
+    )
+    for each in sides.values():
+        each[0] += math.log(factor)
+    return {name: dict(zip(values[0], map(float, each.round(3)), strict=True)) for name, each in sides.items()}
 
-    scored: project and score of each run (`scores`); without: project that is left out. Of fewer
-    than 9 projects the result is the largest score, which covers less."""
-    runs_of = Counter(whose for whose, _ in scored if whose != without)
-    ordered = sorted((score, whose) for whose, score in scored if whose != without)
+
+def unfitted(one: Run) -> bool:
+    """Return True for a run to whose source no rate was fitted."""
+    return one.source.startswith(HELD_BACK) or one.source in _known_sources()
+
+
+@cache
+def _known_sources() -> frozenset[str]:
+    return frozenset(source for part in KNOWN for source in sources(UNSEEN, part))
+
+
+def conformal_factor(scored: list[tuple[str, float]]) -> float:
+    """Return the factor of both logarithms by split conformal prediction: the quantile `COVERED` (n + 1) / n of the
+    scores of n projects, each with the same weight. Projects, not runs, are what a new one is exchangeable with.
+
+    scored: project and score of each run: the factor by which the logarithm of a bound has to be larger to hold the
+    run. Of fewer than 9 projects the result is the largest score, which covers less; of none it is 1."""
+    runs_of = Counter(whose for whose, _ in scored)
+    ordered = sorted((score, whose) for whose, score in scored)
     passed = accumulate(1 / runs_of[whose] for _, whose in ordered)
     needed = COVERED * (len(runs_of) + 1)
     factors = (score for (score, _), weight in zip(ordered, passed, strict=True) if weight >= needed)
-    return max(1.0, next(factors, max(ordered, default=(1.0, ""))[0]))
+    return next(factors, max(ordered, default=(1.0, ""))[0])
 
 
-def quantiles(ratios: list[float], weights: list[float]) -> tuple[float, float]:
-    """The ratios between which 1 - `OUTSIDE` of the weight is, half of the rest on each side; 1 is between them."""
-    rest, total, found = OUTSIDE / 2, sum(weights), []
-    for ordered in (sorted(zip(ratios, weights, strict=True)), sorted(zip(ratios, weights, strict=True), reverse=True)):
-        passed = 0.0
-        for ratio, weight in ordered:
-            passed += weight / total
-            if passed > rest:
-                found.append(ratio)
-                break
-    return min(found[0], 1.0), max(found[1], 1.0)
-
-
-def pooled(runs: list[tuple[Run, StepTime, StepProperties]]) -> tuple[float, float]:
-    """Return the quantiles of measured over predicted seconds, as if all steps waited, every source with equal
-    weight."""
-    runs_of = Counter(one.source for one, *_ in runs)
-    ratios = [(one.seconds / step.seconds) ** (1 / SPREAD.spread(each)) for one, step, each in runs]
-    return quantiles(ratios, [1 / runs_of[one.source] for one, *_ in runs])
+def known_architectures(pairs: Iterable[Pair]) -> list[str]:
+    """Return the architectures of devices of which at least `LEAST_PROJECTS` projects published runs."""
+    found = {(request(one, step).architecture, project(one)) for one, step in pairs}
+    projects = Counter(architecture for architecture, _ in found)
+    return sorted(name for name, count in projects.items() if count >= LEAST_PROJECTS)
 
 
 def kinds(pairs: Iterable[Pair]) -> Iterator[dict[str, Any]]:
-    """Yield the kinds of enough runs and projects, the narrowest first; the last has all. Quantiles are halfway to
-    those of all dense models or of all mixtures: their own, of few projects, hold less of a new one. pairs: runs,
-    predictions."""
-    asked = [(one, step, request(one, step)) for one, step in pairs]
-    pools = {experts: [each for each in asked if each[2].experts == experts] for experts in (False, True)}
-    bounds = {experts: pooled(each if len(each) >= LEAST_RUNS else asked) for experts, each in pools.items()}
-    bounds[None] = pooled(asked)
+    """Yield the kinds of enough runs and projects, the narrowest first; the last has all. pairs: runs, predictions."""
+    asked = [(project(one), request(one, step)) for one, step in pairs]
     for fields in TOGETHER:
-        alike: dict[tuple[Any, ...], list[tuple[Run, StepTime, StepProperties]]] = defaultdict(list)
-        for each in asked:
-            alike[tuple(getattr(each[2], name) for name in fields)].append(each)
+        alike: dict[tuple[Any, ...], list[tuple[str, StepProperties]]] = defaultdict(list)
+        for whose, each in asked:
+            alike[tuple(getattr(each, name) for name in fields)].append((whose, each))
         for values, members in sorted(alike.items()):
-            projects = len({project(one) for one, *_ in members})
+            projects = len({whose for whose, _ in members})
             if len(fields) > 1 and (projects < LEAST_PROJECTS or len(members) < LEAST_RUNS):
                 continue
-            pool = bounds[values[fields.index("experts")] if "experts" in fields else None]
-            low, high = (math.sqrt(a * b) for a, b in zip(pool, pooled(members), strict=True))
             limits = {
-                name: sign * max(sign * getattr(each, name) for *_, each in members) for name, sign in LIMITS.items()
+                name: sign * max(sign * getattr(each, name) for _, each in members) for name, sign in LIMITS.items()
             }
+            limits["seconds"] = math.floor(limits["seconds"] * 1000) / 1000
             yield dict(zip(fields, values, strict=True)) | {
-                "low": math.floor(low * 1000) / 1000,
-                "high": math.ceil(high * 1000) / 1000,
                 "runs": len(members),
                 "projects": projects,
-                "limits": limits | {"seconds": math.floor(limits["seconds"] * 1000) / 1000},
+                "limits": limits,
             }
 
 
-def content(pairs: list[Pair], shift: float) -> dict[str, Any]:
-    """The content of bounds.toml. shift: factor of both bounds (`conformal_shift`)."""
+def content(pairs: list[Pair]) -> dict[str, Any]:
+    """The content of bounds.toml, without this repository's own runs."""
     engines = sorted({one.engine.name for one, _ in pairs})
-    constants = {"widen": WIDEN, "narrow": NARROW, "waiting": WAITING, "shift": math.ceil(shift * 1000) / 1000}
-    return constants | {"engines": engines, "own": own(), "kinds": list(kinds(pairs))}
+    known = {"widen": WIDEN, "engines": engines, "architectures": known_architectures(pairs)}
+    return known | spreads(pairs) | {"kinds": list(kinds(pairs))}
 
 
 def own_ratios() -> dict[str, float]:
@@ -180,21 +205,20 @@ def own() -> dict[str, dict[str, Any]]:
     return {"meshwright": {"low": low, "high": high, "runs": len(ratios)}}
 
 
-def table(pairs: list[Pair], shift: float) -> BoundsTable:
-    """The bounds that these runs give. shift: factor of both."""
-    return parse_bounds_table(content(pairs, shift))
+def table(pairs: list[Pair]) -> BoundsTable:
+    """The bounds that these runs give."""
+    return parse_bounds_table(content(pairs))
 
 
 def write(pairs: list[Pair]) -> None:
     """Write bounds.toml."""
-    found = content(pairs, conformal_shift(scores(pairs)))
+    found = content(pairs)
     lines = [
-        "# Factors on predicted seconds between which measured ones of published runs are, by kind of run: written by",
-        "# bench/plan_accuracy.py --bounds, explained in bounds.py. limits: the runs' largest; of seconds the least;",
-        "# own: runs of this repository.",
-        *(f"{name} = {found[name]}" for name in ("widen", "narrow", "waiting", "shift")),
-        f"engines = [{', '.join(map(text, found['engines']))}]",
-        *(f"own.{name} = {text(each)}" for name, each in found["own"].items()),
+        "# Factors on predicted seconds between which measured ones are expected, from published runs: written by",
+        "# bench/plan_accuracy.py --bounds, explained in bounds.py. limits: the runs' largest; of seconds and tokens",
+        "# the least; own: runs of this repository.",
+        *(f"{name} = {text(found[name])}" for name in ("widen", "engines", "architectures", "below", "above")),
+        *(f"own.{name} = {text(each)}" for name, each in own().items()),
     ]
     for kind in found["kinds"]:
         lines += ["", "[[kinds]]", *(f"{name} = {text(value)}" for name, value in kind.items())]
@@ -205,6 +229,8 @@ def text(value: Any) -> str:
     """A value in TOML."""
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{name} = {text(each)}" for name, each in value.items()) + " }"
+    if isinstance(value, list):
+        return f"[{', '.join(map(text, value))}]"
     if isinstance(value, str):
         return f'"{value}"'
     return str(value).lower() if isinstance(value, bool) else str(value)

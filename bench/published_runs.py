@@ -3,8 +3,9 @@
 `bench/data/published_runs.csv` has the columns of the table that `bench/plan_accuracy.py` takes, and two more: the
 engine whose kernels are priced, and whether its blocks were compiled. `bench/data/unseen_runs.csv` has two more: the
 part of its sources, "development", "test", "fresh" or "fresh-2", to which they were assigned before any of their runs
-was priced (the last two were recorded later, one after the other), and devices per node where they are not 8. Its
-engines are those that their names suggest, also where an engine of another kind is nearer to what the authors describe.
+was priced (the last two were recorded later, one after the other; all but "test" give bounds), and devices per node
+where they are not 8. Its engines are those that their names suggest, also where an engine of another kind is nearer to
+what the authors describe.
 """
 
 from __future__ import annotations

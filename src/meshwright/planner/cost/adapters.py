@@ -104,7 +104,7 @@ def _add_adapter(
     assert batch.config.adapter and product.shape
     rank, (rows, outputs, inputs) = batch.config.adapter.rank, product.shape
     routed, kind = ".experts." in operator.name, LayerKind(None, False, rotates=False)
-    widths = [outputs * width // adapted.outputs for width in adapted.matrices]  # on this rank
+    widths = [outputs * width // whole for width, whole in adapted.matrices]  # on this rank
     sizes = {
         "adapted_rows": rows, "adapted_outputs": outputs, "adapted_inputs": inputs, "products": product.count,
         "rank": rank, "matrices": len(widths), "low": len(widths) * rank, "written": sum(widths),

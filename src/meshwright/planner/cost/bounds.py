@@ -1,22 +1,21 @@
 """Bounds of predicted step times: factors on the prediction within which measured times are expected, from published
 runs.
 
-Published runs are grouped into kinds: dense or mixture of experts, device architecture, fp8 or wider. For each kind
-`bounds.toml` has quantiles of measured / predicted seconds (every source has equal weight), as geometric means with
-those of all dense models or all mixtures, and the extremes of the kind's runs, beyond which the bounds widen. Steps
-that hardly wait for communication are predicted better, so their bounds are narrower. `bench/plan_accuracy.py` writes
-the file, and tests it by predicting the runs of every project from the runs of the others.
+The logarithms of both factors grow with the difficulty of a step: few tokens of a micro-batch on a rank, a short step,
+a mixture of experts, devices of an architecture with few published runs. `bounds.toml` has how much, fitted to the
+errors of all published runs, and scaled so that bounds hold 90 % of the runs of projects to which no rate was fitted
+(conformal prediction with normalised scores: Lei et al. 2018, arXiv:1604.04173, section 5.2). `bench/plan_accuracy.py`
+writes the file, and tests it by predicting the runs of every project from the runs of the others. No published run used
+the engine `meshwright`: its bounds also include this repository's own measurements.
 
-The rates were fitted to most of these runs, so their quantiles are too narrow for others. One factor widens both, that
-of split conformal prediction from runs of sources to which no rate was fitted: if a new project is like theirs, 90 % of
-its runs are expected between the bounds, fewer as the engines of some were chosen with these runs in sight. No
-published run used the engine `meshwright`: its bounds also include this repository's own measurements.
+Published runs are also grouped into kinds: dense or mixture of experts, device architecture, fp8 or wider. Beyond the
+extremes of the kind's runs the bounds widen.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -27,14 +26,15 @@ from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.problem import Problem
 from meshwright.toml import read_packaged_toml
 
-LIMITS = {"devices": 1, "sequence": 1, "context": 1, "seconds": -1}
+LIMITS = {"devices": 1, "sequence": 1, "context": 1, "seconds": -1, "tokens": -1}
 """Properties whose largest (1) or smallest (-1) value among a kind's runs limits the bounds: devices, tokens of a
-sequence, devices that share a sequence (cp), step seconds."""
+sequence, devices that share a sequence (cp), step seconds, tokens of a micro-batch on a rank."""
 _OUTSIDE = {
     "devices": "has as many devices as {} (most: {})",
     "sequence": "has sequences as long as {} tokens (longest: {})",
     "context": "splits a sequence over as many devices as {} (most: {})",
     "seconds": "has a step as short as {} s (shortest: {} s)",
+    "tokens": "has as few as {} tokens of a micro-batch on a rank (fewest: {})",
 }
 
 
@@ -50,8 +50,7 @@ class StepProperties(NamedTuple):
         sequence: Tokens of a sequence.
         context: Number of devices that share a sequence (cp).
         seconds: Predicted seconds of the step, without calibration.
-        waiting: Fraction of `seconds` in which devices do not compute (exposed communication, bubble, optimizer). Set
-            to 1 if cp > 1, as attention is then predicted less well.
+        tokens: Tokens of a micro-batch, divided by the number of ranks that share their computation (cp × tp).
     """
 
     experts: bool
@@ -62,18 +61,30 @@ class StepProperties(NamedTuple):
     sequence: int
     context: int
     seconds: float
-    waiting: float = 1.0
+    tokens: int
 
     @classmethod
-    def of(cls, problem: Problem, layout: Layout, seconds: float, waiting: float = 1.0) -> StepProperties:
+    def of(cls, problem: Problem, layout: Layout, seconds: float) -> StepProperties:
         """Return the properties of a step under a layout for a planning problem. seconds: predicted seconds of the step
-        without calibration; waiting: fraction of these seconds in which devices do not compute, 1 if unknown."""
+        without calibration."""
+        rows = problem.batch // (layout.dp * layout.micro_batches)
         return cls(
             bool(problem.config.experts), architecture_family(problem.cluster.device.architecture),
             problem.precision == "fp8", problem.engine.name, problem.cluster.devices, problem.sequence, layout.cp,
-            seconds, waiting if layout.cp == 1 else 1.0,
+            seconds, rows * problem.sequence // (layout.cp * layout.tp),
         )  # fmt: skip
 
+    def measure_difficulty(self, unknown: bool) -> dict[str, float]:
+        """Return {property: value} of what makes the step's time difficult to predict, each 0 for an easy one; "every"
+        is 1. unknown: True if too few published runs have devices of this architecture."""
+        return {
+            "every": 1.0, "few_tokens": math.log2(max(1.0, MANY_TOKENS / self.tokens)),
+            "short": math.log2(max(1.0, 1 / self.seconds)), "experts": self.experts, "unknown_device": unknown,
+        }  # fmt: skip
+
+
+MANY_TOKENS = 8192
+"""Tokens of a micro-batch on a rank from which more do not make a step easier to predict."""
 
 _PROPERTIES = ("experts", "architecture", "eight_bit")
 
@@ -84,16 +95,15 @@ class RunKind:
     that this project measured with one engine.
 
     Attributes:
-        low, high: Lower and upper quantile of measured / predicted step seconds, scaled as if all steps waited for
-            communication. For this project's own runs: smallest and largest ratio.
+        low, high: Smallest and largest measured / predicted seconds of this project's own runs; 1 for published runs.
         runs, projects: Number of runs, and of projects (an organisation with one engine) that published them.
         limits: {property in `LIMITS`: largest value in the runs}; for "seconds" the smallest value.
         experts, architecture, eight_bit: Values of these fields of `StepProperties` in all runs; None if they differ.
     """
 
-    low: float
-    high: float
     runs: int
+    low: float = 1.0
+    high: float = 1.0
     projects: int = 0
     limits: Mapping[str, float] = field(default_factory=dict)
     experts: bool | None = None
@@ -108,12 +118,9 @@ class RunKind:
     @property
     def name(self) -> str:
         """Name of the kind, such as "dense, Hopper, fp8"."""
-        words = (
-            {None: "", True: "experts", False: "dense"}[self.experts],
-            self.architecture or "",
-            {None: "", True: "fp8", False: "16 or 32 bits"}[self.eight_bit],
-        )
-        return ", ".join(filter(None, words)) or "all"
+        model = {None: "", True: "experts", False: "dense"}[self.experts]
+        precision = {None: "", True: "fp8", False: "16 or 32 bits"}[self.eight_bit]
+        return ", ".join(filter(None, (model, self.architecture, precision))) or "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +129,14 @@ class Bounds:
 
     Attributes:
         low, high: Factors on the predicted seconds.
-        kind: Published runs from which the factors are computed; None on CPUs and on machines measured by `meshwright
-            probe`.
+        kind: Published runs of the step's kind; None on CPUs and on machines measured by `meshwright probe`.
         outside: Lines of text, one for each property of the step that exceeds every run of `kind`.
         widened: True if the factors were widened because of `outside`; False if the engine's own runs are wider
             already.
         engine_published: True if any published run used the step's engine.
         engine_runs: Number of runs of the engine, measured in this project, whose ratios the factors include.
         distance: Sum over `outside` of log2(value / largest value in the runs of `kind`), for the step's seconds of
-            log2(smallest value / value). Plus 1 if `kind` mixes architectures, as the device's has too few runs.
+            log2(smallest value / value). Plus 1 if too few published runs have devices of this architecture.
     """
 
     low: float
@@ -153,57 +159,54 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class BoundsTable:
-    """Content of bounds.toml, from which the bounds of predictions are computed. A bound is a quantile of the published
-    runs (`RunKind.low`, `RunKind.high`) raised to an exponent, and a factor.
+    """Content of bounds.toml, from which the bounds of predictions are computed.
 
     Attributes:
         kinds: Kinds of published runs, most specific first.
         engines: Names of all engines that published runs used.
-        widen: Relative increase of the exponent for each doubling of a property beyond the runs of the kind, and if the
-            kind mixes architectures.
-        narrow: Exponent of steps that never wait for communication.
-        waiting: Fraction of waiting from which the exponent is 1; below, it falls linearly to `narrow`.
-        shift: Factor by which both bounds are wider than the quantiles, for projects that no rate was fitted to.
+        architectures: Architectures of devices that enough projects published runs of.
+        widen: Relative increase of the logarithm of a bound for each doubling of a property beyond the runs of the
+            kind.
+        below, above: {property of `StepProperties.measure_difficulty`: coefficient}: the logarithm of a bound is
+            exp(sum of coefficient × value), of the lower bound with the opposite sign.
         own: {engine name: runs measured in this project}.
     """
 
     kinds: tuple[RunKind, ...]
-    engines: frozenset[str]
+    engines: Collection[str]
+    architectures: Collection[str]
     widen: float
-    narrow: float
-    waiting: float
-    shift: float = 1.0
+    below: Mapping[str, float]
+    above: Mapping[str, float]
     own: Mapping[str, RunKind] = field(default_factory=dict)
 
-    def spread(self, step: StepProperties) -> float:
-        """Return the exponent of the bounds of a step whose properties lie within the published runs: between `narrow`
-        (the step never waits for communication) and 1."""
-        return self.narrow + (1 - self.narrow) * min(1.0, max(0.0, step.waiting) / self.waiting)
-
     def bounds(self, step: StepProperties) -> Bounds:
-        """Return the bounds of a predicted step. They come from the first kind of runs to which the step belongs, and
-        are widened for properties that exceed every run of this kind."""
+        """Return the bounds of a predicted step: by its difficulty, and wider for properties that exceed every run of
+        the first kind to which it belongs."""
         kind = next(kind for kind in self.kinds if kind.has(step))
-        outside: list[str] = []
-        distance = 0.0
-        if kind.architecture is None:
-            distance += 1
-            precision = "fp8" if step.eight_bit else "16 or 32 bits"
-            what = "mixtures" if step.experts else "dense models"
-            outside.append(f"too few published runs of {what} on {step.architecture or 'this device'} in {precision}")
+        unknown, doublings = step.architecture not in self.architectures, 0.0
+        outside = [f"too few published runs on {step.architecture or 'this device'}"] if unknown else []
         for name, sign in LIMITS.items():
             value, limit = getattr(step, name), kind.limits[name]
             if sign * value > sign * limit:
-                distance += abs(math.log2(value / limit))
+                doublings += abs(math.log2(value / limit))
                 what = _OUTSIDE[name].format(_number(value), _number(limit))
                 outside.append(f"no published run ({kind.name}) {what}")
-        own, spread = self.own.get(step.engine, RunKind(1.0, 1.0, 0)), self.spread(step)
-        least, most = kind.low**spread / self.shift, kind.high**spread * self.shift
-        known, (low, high) = (
-            (min(least**power, own.low), max(most**power, own.high)) for power in (1.0, 1 + self.widen * distance)
+        within = step._replace(**{name: max(getattr(step, name), kind.limits[name]) for name in ("seconds", "tokens")})
+        found = self.factors(within, unknown, 1 + self.widen * doublings)
+        published, widened = step.engine in self.engines, found != self.factors(within, False)
+        runs = self.own[step.engine].runs if step.engine in self.own else 0
+        return Bounds(*found, kind, tuple(outside), widened, published, runs, doublings + unknown)
+
+    def factors(self, step: StepProperties, unknown: bool, power: float = 1.0) -> tuple[float, float]:
+        """Return the lower and the upper factor on the predicted seconds of a step, by its difficulty. unknown: True if
+        too few published runs have devices of this architecture; power: exponent of both; those of the engine's own
+        runs are not raised to it."""
+        values, own = step.measure_difficulty(unknown), self.own.get(step.engine, RunKind(0))
+        below, above = (
+            math.exp(sum(side[name] * value for name, value in values.items())) for side in (self.below, self.above)
         )
-        published = step.engine in self.engines
-        return Bounds(low, high, kind, tuple(outside), (low, high) != known, published, own.runs, distance)
+        return min(math.exp(-power * below), own.low), max(math.exp(power * above), own.high)
 
 
 def _number(value: float) -> str:
@@ -221,17 +224,15 @@ def parse_bounds_table(table: Mapping[str, Any]) -> BoundsTable:
     """Build the table of the bounds of predicted step times, measured / predicted by kind of run, from the parsed TOML
     of bounds.toml."""
     own = {name: RunKind(**each) for name, each in table.get("own", {}).items()}
-    rest = {name: table[name] for name in ("widen", "narrow", "waiting", "shift")} | {"own": own}
-    return BoundsTable(tuple(RunKind(**each) for each in table["kinds"]), frozenset(table["engines"]), **rest)
+    return BoundsTable(**{**table, "own": own, "kinds": tuple(RunKind(**each) for each in table["kinds"])})
 
 
 def bound_seconds(cluster: Cluster, step: StepProperties) -> tuple[float, float, float, Bounds]:
     """Return (expected, low, high, bounds): predicted seconds of a step, expected × bounds.low, expected × bounds.high,
     and the bounds themselves. If the cluster has a calibration, it changes all three times.
 
-    The bounds are the range of measured / predicted seconds in published runs of the step's kind. For a machine
-    measured by `meshwright probe` they are two constants; the upper constant is raised if other programs used the
-    processors during the measurement."""
+    The bounds are those of published runs (`BoundsTable`). For a machine measured by `meshwright probe` they are two
+    constants; the upper constant is raised if other programs used the processors during the measurement."""
     calibrated, measured, band = cluster.calibration, cluster.measured, constants()["band"]
     found = read_bounds_table().bounds(step) if measured is None else Bounds(band["low"], band["high"])
     high = found.high / (1 - (measured.disturbed or 0.0 if measured is not None else 0.0))

@@ -32,12 +32,11 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 
 
 
 class Adapted(NamedTuple):
-    """A linear layer with an adapter. layer: name of its operator, such as "attention.qkv". outputs: number of output
-    features of the layer. matrices: numbers of output features of its adapted matrices, such as q and v in qkv."""
+    """A linear layer with an adapter. layer: name of its operator, such as "attention.qkv". matrices: for each adapted
+    matrix in the layer, such as q and v in qkv, numbers of output features (of the matrix, of the layer)."""
 
     layer: str
-    outputs: int
-    matrices: tuple[int, ...]
+    matrices: tuple[tuple[int, int], ...]
 
 
 class LayerKind(NamedTuple):
@@ -91,8 +90,8 @@ def _adapted_layers(config: ModelConfig) -> dict[int, tuple[Adapted, ...]]:
                 for tensor in (tensors[f"{module}.weight"], second)
             )
             outputs = sum(entry.model_shape[0] for entry in whole)
-            matrices = tuple(entry.model_shape[0] for entry in adapted)
-            found[int(layer)] = (*found.get(int(layer), ()), Adapted(operator, outputs, matrices))
+            matrices = tuple((entry.model_shape[0], outputs) for entry in adapted)
+            found[int(layer)] = (*found.get(int(layer), ()), Adapted(operator, matrices))
     return found
 
 

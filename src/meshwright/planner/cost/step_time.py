@@ -143,9 +143,8 @@ class StepPredictor:
         factor, once = straggler_terms(cluster)
         breakdown["optimizer"] += (factor - 1) * seconds + once
         seconds = factor * seconds + once
-        properties = StepProperties.of(problem, layout, seconds, 1 - breakdown["compute"] / seconds)
         breakdown = {part: cluster.time_factor * value for part, value in breakdown.items()}
-        expected, low, high, bounds = bound_seconds(cluster, properties)
+        expected, low, high, bounds = bound_seconds(cluster, StepProperties.of(problem, layout, seconds))
         return StepTime(expected, low, high, breakdown, bounds)
 
     @cached_property
