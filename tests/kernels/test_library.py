@@ -159,17 +159,17 @@ def emulate_amx(x: np.ndarray, packed: PackedMatrix) -> np.ndarray:
 def test_products_of_whole_panels_keep_the_columns_beside_them(
     kernels: Kernels, rows: int, dtype: str, accumulate: bool
 ):
-    x, weight, out = draw_floats(0, rows, 2101), draw_floats(1, 48, 2101), draw_floats(2, rows, 64)
+    x, weight, out = draw_floats(0, rows, 2101), draw_floats(1, 272, 2101), draw_floats(2, rows, 288)
     before, operations = out.copy(), kernels.create_op_list()
     packed = kernels.pack(weight, dtype)
-    operations.append(Linear(out[:, 8:56], x, packed, accumulate=accumulate))
+    operations.append(Linear(out[:, 8:280], x, packed, accumulate=accumulate))
     operations.run(one_sequence(rows))
     exact, bound = multiply_exactly(kernels, x, weight, dtype)
-    found = out[:, 8:56] - accumulate * before[:, 8:56].astype(np.float64)
-    assert np.all(np.abs(found - exact) <= bound + 1e-6 * np.abs(out[:, 8:56]))
-    assert np.array_equal(out[:, :8], before[:, :8]) and np.array_equal(out[:, 56:], before[:, 56:])
+    found = out[:, 8:280] - accumulate * before[:, 8:280].astype(np.float64)
+    assert np.all(np.abs(found - exact) <= bound + 1e-6 * np.abs(out[:, 8:280]))
+    assert np.array_equal(out[:, :8], before[:, :8]) and np.array_equal(out[:, 280:], before[:, 280:])
     alone, last = before[-1:].copy(), kernels.create_op_list()
-    last.append(Linear(alone[:, 8:56], x[-1:], packed, accumulate=accumulate))
+    last.append(Linear(alone[:, 8:280], x[-1:], packed, accumulate=accumulate))
     last.run(one_sequence(1))
     assert np.array_equal(alone, out[-1:])
 
