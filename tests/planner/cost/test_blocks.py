@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.layout import Layout
 from meshwright.planner.cost import tables
-from meshwright.planner.cost.blocks import list_operations
+from meshwright.planner.cost.blocks import layer_operations, list_operations
 from meshwright.planner.cost.communication import count_parameters
 from meshwright.planner.cost.data_calls import Work
 from meshwright.planner.cost.layer_times import LayerTimes
@@ -126,3 +126,12 @@ def test_multipliers_of_granite_are_passes_over_the_hidden_states() -> None:
         for each in (config, plain)
     ]
     assert moved[0] - moved[1] == 2 * 64 * config.hidden * 2 * (2 + 2) * (2 * config.layers + 2)
+
+
+@pytest.mark.parametrize(("layout", "repeated"), [("tp2 ac:selective", True), ("cp2 ac:selective", False)])
+def test_selective_recompute_repeats_attention_but_no_ring(layout: str, repeated: bool) -> None:
+    """The result of ring attention came over the wire, so it is kept."""
+    batch = MicroBatch.of(CONFIG, Layout.parse(layout), 1, SEQUENCE)
+    kinds = {one.kind for one in layer_operations(batch, 0) if one.phase == "recompute"}
+    assert "elementwise" in kinds and "product" not in kinds
+    assert ("attention" in kinds) == repeated

@@ -334,3 +334,8 @@ def test_layouts_of_engine_that_keeps_gathered_parameters_are_found():
         assert every.bytes[at] > 0.7 * fullest_rank(problem, layout).peak_bytes, str(layout)
     found = search(problem, 3)
     assert len(found.best) == 3 and all(one.fits for one in found.best)
+
+
+def test_problem_accepts_layouts_that_training_accepts():
+    problem = Problem(preset("llama-tiny"), cluster("8xh100-sxm"), 64, 8)
+    assert [problem.accepts(Layout.parse(text)) for text in ("dp8", "dp3", "dp2 tp4")] == [True, False, True]
