@@ -184,13 +184,15 @@ def run_fused(
     def post() -> Posted:
         """Queue the kernels."""
         over, _ = call.redirect(ordered=False)
+        assert over.group is not None
         made.extend(run(_drop_source(call, source), over.group.group_name))
         return [_QUEUED], None
 
     def corrupt() -> None:
         """Corrupt the results by the injected fault, if there is one."""
-        for each in made if call.fault is not None else ():
-            axis.communicator.faults.corrupt_result(call.fault, each)
+        if call.fault is not None:
+            for each in made:
+                axis.communicator.faults.corrupt_result(call.fault, each)
 
     _post_call(post, call, source.new_empty(0), False, corrupt)
     return made

@@ -48,13 +48,13 @@ def choose_product_overlap(setting: str, axis: Axis) -> str:
 
 
 def multiply_gathered(
-    x_BsX: torch.Tensor, matrix_XY: torch.Tensor, axis: Axis, site: str, keeps: bool
+    x_BsX: torch.Tensor, matrix_XY: torch.Tensor, axis: Axis, site: str, saves_gathered: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (product [B, S, Y] of the tokens of all ranks of `axis` with `matrix_XY`, these tokens [B, S, X]).
 
-    x_BsX: tokens of this rank. site: label of the calls in traces. keeps: False: the second result is empty."""
+    x_BsX: tokens of this rank. site: label of the calls in traces. saves_gathered: if False, no tokens are returned."""
     if axis.communicator.product_overlap == "symmetric":
-        multiply = partial(_multiply_gathered_fused, matrix_XY, keeps)
+        multiply = partial(_multiply_gathered_fused, matrix_XY, saves_gathered)
         y_BSY, x_BSX = run_fused(multiply, x_BsX, "all_gather", x_BsX.nbytes * axis.size, axis, site)
         return y_BSY, x_BSX
     x_GBsX = x_BsX.new_empty(axis.size, *x_BsX.shape)
@@ -68,7 +68,7 @@ def multiply_gathered(
     for source, handle in zip(sources, handles, strict=True):
         handle.wait()
         torch.mm(x_GBsX[source].flatten(0, 1), matrix_XY, out=y_GBsY[source].flatten(0, 1))
-    return _join_tokens(y_GBsY), _join_tokens(x_GBsX) if keeps else x_BsX.new_empty(0)
+    return _join_tokens(y_GBsY), _join_tokens(x_GBsX) if saves_gathered else x_BsX.new_empty(0)
 
 
 def multiply_and_scatter(x_BSX: torch.Tensor, matrix_XY: torch.Tensor, axis: Axis, site: str) -> torch.Tensor:
@@ -91,12 +91,12 @@ def multiply_and_scatter(x_BSX: torch.Tensor, matrix_XY: torch.Tensor, axis: Axi
 
 
 def _multiply_gathered_fused(
-    matrix_XY: torch.Tensor, keeps: bool, x_BsX: torch.Tensor, group: str
+    matrix_XY: torch.Tensor, saves_gathered: bool, x_BsX: torch.Tensor, group: str
 ) -> list[torch.Tensor]:
     """Run `multiply_gathered`, whose arguments these are, by symmetric memory. group: name of the process group."""
     fused = torch.ops.symm_mem.fused_all_gather_matmul
-    x_BSX, (y_BSY,) = fused(x_BsX, [matrix_XY], 1, group, return_A=keeps)
-    return [y_BSY.contiguous(), x_BSX.contiguous() if keeps else x_BsX.new_empty(0)]
+    x_BSX, (y_BSY,) = fused(x_BsX, [matrix_XY], 1, group, return_A=saves_gathered)
+    return [y_BSY.contiguous(), x_BSX.contiguous() if saves_gathered else x_BsX.new_empty(0)]
 
 
 def _multiply_and_scatter_fused(matrix_XY: torch.Tensor, x_BSX: torch.Tensor, group: str) -> list[torch.Tensor]:
@@ -110,16 +110,17 @@ def _join_tokens(parts_GBsX: torch.Tensor) -> torch.Tensor:
 
 
 def _allocate_gathered(
-    x: torch.Tensor, matrix: torch.Tensor, axis: str, site: str, keeps: bool
+    x: torch.Tensor, matrix: torch.Tensor, axis: str, site: str, saves_gathered: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return uninitialised results of `gather_product`, whose arguments it takes, for torch.compile."""
     x_BSX = x.new_empty(x.shape[0], x.shape[1] * find_axis(axis).size, x.shape[2])
-    return x_BSX.new_empty(*x_BSX.shape[:2], matrix.shape[1]), x_BSX if keeps else x.new_empty(0)
+    return x_BSX.new_empty(*x_BSX.shape[:2], matrix.shape[1]), x_BSX if saves_gathered else x.new_empty(0)
 
 
 gather_product = custom_operator(
-    "meshwright::gather_product", "(Tensor x, Tensor matrix, str axis, str site, bool keeps) -> (Tensor, Tensor)"
-)(lambda x, matrix, axis, site, keeps: multiply_gathered(x, matrix, find_axis(axis), site, keeps))
+    "meshwright::gather_product",
+    "(Tensor x, Tensor matrix, str axis, str site, bool saves_gathered) -> (Tensor, Tensor)",
+)(lambda x, matrix, axis, site, saves_gathered: multiply_gathered(x, matrix, find_axis(axis), site, saves_gathered))
 product_scatter = custom_operator(
     "meshwright::product_scatter", "(Tensor x, Tensor matrix, str axis, str site) -> Tensor"
 )(lambda x, matrix, axis, site: multiply_and_scatter(x, matrix, find_axis(axis), site))

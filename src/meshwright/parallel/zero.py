@@ -24,10 +24,9 @@ An all-reduce is a reduce-scatter and an all-gather, so stage 1 sends what plain
 as much again (ZeRO, section 7). Hybrid sharding (FSDP, section 3.2.2) does all of this inside a sharding group and
 all-reduces the gradient shards once a step over the groups' replicas.
 
-Communication. `FsdpUnit` holds the buffers and all-gathers parameters, `GradientReducer` sums gradients.
 Overlap (FSDP, section 3.3). `ParameterPrefetcher` starts the all-gather of a unit while the one before computes, under
-ZeRO-3 into the memory of the unit before that one: the layers of a pass share two buffers. Reductions overlap with the
-backward pass of earlier layers, at most REDUCTIONS_IN_FLIGHT together.
+ZeRO-3 into the memory of the unit before that one: the layers of a pass share two buffers. `GradientReducer` sums
+gradients during the backward pass of earlier layers, at most REDUCTIONS_IN_FLIGHT together.
 
 With tensor parallelism the flat buffers hold this rank's slices. With expert parallelism the experts of a layer are a
 separate FSDP unit, over the ranks that hold the same experts. `parallel/zero_engine.py` combines the units of a rank.
@@ -56,6 +55,7 @@ PARAMETER_SITE = "data.parameters"
 GRADIENT_SITE = "data.gradients"
 REPLICA_SITE = "data.gradients.replicas"
 TIED_SITE = "pipeline.gradients.shared"
+HANDS_OVER = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # private to torch; without it, memory is freed
 
 
 # --- memory and all-gather
@@ -172,7 +172,7 @@ class FsdpUnit:
         if self.pending_all_gather is not None:
             self.unshard()
         fitting = (each for each in heirs if each._bytes == self._bytes and not each._storage.nbytes())
-        if self.is_unsharded and (heir := next(fitting, None)) is not None:
+        if HANDS_OVER and self.is_unsharded and (heir := next(fitting, None)) is not None:
             heir._storage._swap_data_ptr_(self._storage)  # tensors saved for backward refer to storages, which stay
         self._storage.resize_(0)
         self.is_unsharded = False
