@@ -121,12 +121,16 @@ PIPELINES = [
     Step(DEEP, "pp2 tp2 mb2", 16, 64), Step(DEEP, "pp2:zb-h1 cp2 mb4", 16, 128),
 ]  # fmt: skip
 WIDE = dataclasses.replace(SMALL_HEAD, hidden=512, heads=8, kv_heads=4, head_dim=16, intermediate=64)
-OVERLAPPED = [Step(WIDE, "tp4 ac:full", 32, 64, overlap=True), Step(WIDE, "tp4 ac:full", 1, 512, overlap=True)]
-"""The peak is in a product whose chunks are sent."""
+WIDE_MLP = dataclasses.replace(WIDE, intermediate=4096)
+OVERLAPPED = [
+    Step(WIDE, "tp4 ac:full", 32, 64, overlap=True), Step(WIDE_MLP, "tp4 ac:selective", 16, 64, overlap=True),
+    Step(WIDE, "tp4 ac:full", 1, 512, overlap=True),
+]  # fmt: skip
+"""The peak is in a product whose chunks are sent, or beside recomputed tokens that have not been gathered."""
 SUMMED = [Step(WIDE, f"tp4{again}", *size) for again in (" ac:full", "", ":nosp") for size in ((32, 64), (1, 512))]
 """The peak is in a sum over ranks: of attention's output, or of the gradient of the head's input."""
 SOME = [
-    OVERLAPPED[0], SUMMED[0], DATA_AND_TENSOR[2], DATA_AND_TENSOR[4], Step(SMALL_HEAD, "cp4 ac:selective", 8, 256),
+    *OVERLAPPED[:2], SUMMED[0], DATA_AND_TENSOR[2], DATA_AND_TENSOR[4], Step(SMALL_HEAD, "cp4 ac:selective", 8, 256),
     Step(MIXTURE, "dp4 ep2:etp2", 32, 64), Step(DEEP, "pp4:zb-v mb4", 16, 64),
 ]  # fmt: skip
 

@@ -276,3 +276,14 @@ def test_cublas_workspace_depends_on_architecture():
     small = 8 * 2**20 + 128 * 2**10
     assert peak("Hopper") - peak("Ampere") == 2 * (32 * 2**20 - small)
     assert peak("Blackwell") == peak("Ampere") and peak("CDNA3") - peak("Ampere") == 2 * (128 * 2**20 - small)
+
+
+def test_memory_of_a_recipe_with_cuda_graphs_has_workspaces_of_the_capture(tiny_recipe: Path):
+    peaks = []
+    for setting in ("false", "true"):
+        text = tiny_recipe.read_text().replace("[train]", f"[train]\ncuda_graphs = {setting}")
+        path = tiny_recipe.parent / f"{setting}.toml"
+        path.write_text(text)
+        peaks.append(plan(str(path), "1xh100-sxm", "dp1").best.memory.peak_bytes)
+    tokens_and_targets = 2 * 8 * 4 * 32
+    assert peaks[1] - peaks[0] == 2 * (32 << 20) + tokens_and_targets
