@@ -175,22 +175,24 @@ def run_fused(
     run: function (this rank's tensor, name of the process group) that queues the kernels. source: this rank's tensor.
     operation: such as "all_gather". payload: bytes of the whole vector. site: label of the call in traces, byte counts
     and errors."""
-    assert axis.group is not None
     call = _record_call(operation, axis, site, payload, payload * (axis.size - 1) // axis.size)
+    over = axis if call is None else call.redirect(ordered=False)[0]
+    assert over.group is not None
+    group = over.group.group_name
     if call is None:  # the injected fault "skip"
-        return run(torch.zeros_like(source), axis.group.group_name)
+        return run(torch.zeros_like(source), group)
     made: list[torch.Tensor] = []
 
     def post() -> Posted:
         """Queue the kernels."""
-        over, _ = call.redirect(ordered=False)
-        made.extend(run(_drop_source(call, source), over.group.group_name))
+        made.extend(run(_drop_source(call, source), group))
         return [_QUEUED], None
 
     def corrupt() -> None:
         """Corrupt the results by the injected fault, if there is one."""
-        for each in made if call.fault is not None else ():
-            axis.communicator.faults.corrupt_result(call.fault, each)
+        if call.fault is not None:
+            for each in made:
+                axis.communicator.faults.corrupt_result(call.fault, each)
 
     _post_call(post, call, source.new_empty(0), False, corrupt)
     return made
