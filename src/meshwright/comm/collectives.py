@@ -175,17 +175,17 @@ def run_fused(
     run: function (this rank's tensor, name of the process group) that queues the kernels. source: this rank's tensor.
     operation: such as "all_gather". payload: bytes of the whole vector. site: label of the call in traces, byte counts
     and errors."""
-    assert axis.group is not None
     call = _record_call(operation, axis, site, payload, payload * (axis.size - 1) // axis.size)
+    over = axis if call is None else call.redirect(ordered=False)[0]
+    assert over.group is not None
+    group = over.group.group_name
     if call is None:  # the injected fault "skip"
-        return run(torch.zeros_like(source), axis.group.group_name)
+        return run(torch.zeros_like(source), group)
     made: list[torch.Tensor] = []
 
     def post() -> Posted:
         """Queue the kernels."""
-        over, _ = call.redirect(ordered=False)
-        assert over.group is not None
-        made.extend(run(_drop_source(call, source), over.group.group_name))
+        made.extend(run(_drop_source(call, source), group))
         return [_QUEUED], None
 
     def corrupt() -> None:

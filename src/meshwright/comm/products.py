@@ -54,7 +54,7 @@ def multiply_gathered(
 
     x_BsX: tokens of this rank. site: label of the calls in traces. saves_gathered: if False, no tokens are returned."""
     if axis.communicator.product_overlap == "symmetric":
-        multiply = partial(_multiply_gathered_fused, matrix_XY, saves_gathered)
+        multiply = partial(_gather_fused, matrix_XY, saves_gathered)
         y_BSY, x_BSX = run_fused(multiply, x_BsX, "all_gather", x_BsX.nbytes * axis.size, axis, site)
         return y_BSY, x_BSX
     x_GBsX = x_BsX.new_empty(axis.size, *x_BsX.shape)
@@ -76,7 +76,7 @@ def multiply_and_scatter(x_BSX: torch.Tensor, matrix_XY: torch.Tensor, axis: Axi
     `matrix_XY`; 16-bit products are added in float32. site: label of the calls in traces."""
     if axis.communicator.product_overlap == "symmetric":
         size = x_BSX.nbytes // matrix_XY.shape[0] * matrix_XY.shape[1]
-        return run_fused(partial(_multiply_and_scatter_fused, matrix_XY), x_BSX, "reduce_scatter", size, axis, site)[0]
+        return run_fused(partial(_scatter_fused, matrix_XY), x_BSX, "reduce_scatter", size, axis, site)[0]
     x_GBsX = x_BSX.unflatten(1, (axis.size, -1)).movedim(1, 0)
     sums_GBsY = x_BSX.new_empty(*x_GBsX.shape[:-1], matrix_XY.shape[1])
     in_flight = []
@@ -90,16 +90,14 @@ def multiply_and_scatter(x_BSX: torch.Tensor, matrix_XY: torch.Tensor, axis: Axi
     return sums_GBsY.sum(dim=0)
 
 
-def _multiply_gathered_fused(
-    matrix_XY: torch.Tensor, saves_gathered: bool, x_BsX: torch.Tensor, group: str
-) -> list[torch.Tensor]:
+def _gather_fused(matrix_XY: torch.Tensor, saves_gathered: bool, x_BsX: torch.Tensor, group: str) -> list[torch.Tensor]:
     """Run `multiply_gathered`, whose arguments these are, by symmetric memory. group: name of the process group."""
     fused = torch.ops.symm_mem.fused_all_gather_matmul
     x_BSX, (y_BSY,) = fused(x_BsX, [matrix_XY], 1, group, return_A=saves_gathered)
     return [y_BSY.contiguous(), x_BSX.contiguous() if saves_gathered else x_BsX.new_empty(0)]
 
 
-def _multiply_and_scatter_fused(matrix_XY: torch.Tensor, x_BSX: torch.Tensor, group: str) -> list[torch.Tensor]:
+def _scatter_fused(matrix_XY: torch.Tensor, x_BSX: torch.Tensor, group: str) -> list[torch.Tensor]:
     """Run `multiply_and_scatter`, whose arguments these are, by symmetric memory. group: name of the process group."""
     return [torch.ops.symm_mem.fused_matmul_reduce_scatter(x_BSX, matrix_XY, "sum", 1, group).contiguous()]
 
