@@ -82,10 +82,10 @@ def discard(x: torch.Tensor) -> torch.Tensor:
     """Return `x`, whose value neither backward nor recomputation reads. If it is (a view of) the last result that
     selective activation checkpointing has saved, save it no longer. (Compiled blocks save only what backward reads.)"""
     mode = None if torch.compiler.is_compiling() else _get_current_dispatch_mode()
-    results = mode.results if isinstance(mode, _SavedResults) else deque[Any]()
-    last = results[-1] if results else None
-    if isinstance(last, torch.Tensor) and last.untyped_storage()._cdata == x.untyped_storage()._cdata:
-        results[-1] = last.shape
+    if isinstance(mode, _SavedResults) and mode.results:
+        last = mode.results[-1]
+        if isinstance(last, torch.Tensor) and last.untyped_storage()._cdata == x.untyped_storage()._cdata:
+            mode.results[-1] = last.shape
     return x
 
 
