@@ -74,7 +74,7 @@ text = "".join(
 )
 assert text == one.choices[0].text, (text, one.choices[0].text)
 *_, last = client.completions.create(
-    model=name, prompt="def f(", max_tokens=8, stream=True, stream_options={"include_usage": True}
+    model=name, prompt="def f(", max_tokens=8, temperature=0, stream=True, stream_options={"include_usage": True}
 )
 assert last.usage.total_tokens == one.usage.total_tokens, last
 many = client.completions.create(model=name, prompt=[[300, 301], [302]], max_tokens=4, n=2, temperature=1, seed=1)
