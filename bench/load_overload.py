@@ -40,8 +40,8 @@ class Arrivals:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, rate: float, seconds: float, retry: bool = False) -> None:
-        """Arrivals at `rate` (per second) for `seconds`; with `retry`, refused clients come back once, when they were
-        told, and one in `PROBING` again and again."""
+        """Arrivals at `rate` (per second) for `seconds`; with `retry`, refused clients come back once, after the
+        `Retry-After` of their refusal, and one in `PROBING` again and again."""
         ends = at = time.monotonic()
         ends += seconds
         while at < ends:

@@ -74,7 +74,7 @@ text = "".join(
 )
 assert text == one.choices[0].text, (text, one.choices[0].text)
 *_, last = client.completions.create(
-    model=name, prompt="def f(", max_tokens=8, stream=True, stream_options={"include_usage": True}
+    model=name, prompt="def f(", max_tokens=8, temperature=0, stream=True, stream_options={"include_usage": True}
 )
 assert last.usage.total_tokens == one.usage.total_tokens, last
 many = client.completions.create(model=name, prompt=[[300, 301], [302]], max_tokens=4, n=2, temperature=1, seed=1)
@@ -83,10 +83,10 @@ scored = client.completions.create(model=name, prompt="def f(", max_tokens=0, ec
 assert scored.text == "def f(" and scored.logprobs.token_logprobs[0] is None, scored
 stopped = client.completions.create(model=name, prompt="def f(", max_tokens=8, temperature=0, stop=text[-4:])
 assert stopped.choices[0].text == text[: text.index(text[-4:])], stopped
-said = {"model": name, "messages": [{"role": "user", "content": "def f("}], "max_tokens": 8, "temperature": 0}
-chat = client.chat.completions.create(**said, logprobs=True, top_logprobs=2).choices[0]
+request = {"model": name, "messages": [{"role": "user", "content": "def f("}], "max_tokens": 8, "temperature": 0}
+chat = client.chat.completions.create(**request, logprobs=True, top_logprobs=2).choices[0]
 assert len(chat.logprobs.content) == 8 and len(chat.logprobs.content[0].top_logprobs) == 2, chat
-parts = [event.choices[0].delta.content or "" for event in client.chat.completions.create(**said, stream=True)]
+parts = [event.choices[0].delta.content or "" for event in client.chat.completions.create(**request, stream=True)]
 assert "".join(parts) == chat.message.content, (parts, chat)
 try:
     client.completions.create(model="another", prompt="a")

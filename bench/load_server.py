@@ -1,4 +1,4 @@
-"""The served engine's own figures, for the parts of bench/serving_load.py: /metrics, KV blocks, told waits."""
+"""The served engine's own figures, for the parts of bench/serving_load.py: /metrics, KV blocks, `Retry-After`."""
 
 from __future__ import annotations
 

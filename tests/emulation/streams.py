@@ -105,8 +105,10 @@ class StreamCallMatcher(CallMatcher):
         """Context manager in which the running rank queues its work on `stream`. Stand-in for `torch.cuda.stream`."""
         rank, computing = self.scheduler.current().index, self.stream
         self.streams[rank] = stream
-        yield
-        self.streams[rank] = computing
+        try:
+            yield
+        finally:
+            self.streams[rank] = computing
 
     def join(self, group: Any, operation: str, call: RankCall, op: str = "SUM", root: int = 0) -> EmulatedWork:
         """Post this rank's call in a collective call of `group` as a kernel on the group's stream; return the handle.

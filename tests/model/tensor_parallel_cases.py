@@ -38,12 +38,19 @@ def inputs(config: ModelConfig, rows: int) -> tuple[torch.Tensor, torch.Tensor, 
     return tokens[:rows, :-1], targets[:rows], Documents.from_ids(IDS[:rows])
 
 
+def largest(x: torch.Tensor) -> float:
+    """Largest absolute value; infinite if any is NaN."""
+    return float(x.abs().max().nan_to_num(nan=torch.inf))
+
+
 def compare(
     layout_text: str, config: ModelConfig, recompute: str, rows: int = 2, overlap: str = "off",
     backend: str | None = None,
 ) -> dict[str, float]:  # fmt: skip
-    """Relative errors of a rank's loss, logits and each gradient against the unsharded model. overlap: of products with
-    their collectives; backend: of torch.compile, None: not compiled."""
+    """Relative errors of a rank's loss, logits and each gradient against the unsharded model, and the number of graph
+    breaks. overlap: of products with their collectives; backend: of torch.compile, None: not compiled. Uninitialised
+    memory is NaN, also that of results that selective checkpointing discards."""
+    torch.use_deterministic_algorithms(True)
     layout = Layout.parse(layout_text)
     mesh = Mesh.create(layout)
     mesh.communicator.product_overlap = overlap
@@ -52,6 +59,7 @@ def compare(
     mine = Transformer(config, axes=axes, dtype=torch.float64)
     if backend is not None:
         torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
         mine.compile_blocks(backend=backend)
     theirs, parameters = dict(whole.named_parameters()), dict(mine.named_parameters())
     assert {name: tuple(parameter.shape) for name, parameter in parameters.items()} == {
@@ -77,8 +85,8 @@ def compare(
     want.backward()
     loss.backward()
     errors = {
-        "loss": float((loss - want).abs()),
-        "logits": float((mine.logits(batch[0], batch[2]) - whole.logits(batch[0], batch[2])).abs().max()),
+        "loss": largest(loss - want),
+        "logits": largest(mine.logits(batch[0], batch[2]) - whole.logits(batch[0], batch[2])),
     }
     gradients = {name: parameter.grad for name, parameter in parameters.items()}
     expected = {name: parameter.grad for name, parameter in theirs.items()}
@@ -87,11 +95,14 @@ def compare(
         gradient = gradients[entry.tensor][box.local_slices].clone()
         if "tp" in entry.gradient_axes(layout) and entry.replicas(layout) == layout.tp:
             torch.distributed.all_reduce(gradient)
-        error = (gradient - part(expected, entry, box, offset)).abs().max()
-        errors[entry.name] = max(errors.get(entry.name, 0.0), float(error))
+        error = largest(gradient - part(expected, entry, box, offset))
+        errors[entry.name] = max(errors.get(entry.name, 0.0), error)
         summed[entry.name] = gradient
     covered = {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
     for entry, box, _ in boxes:
         covered[entry.tensor][box.local_slices] = 1
-    errors["rows that fill up"] = max(float((gradients[name] * (1 - covered[name])).abs().max()) for name in gradients)
+    errors["rows that fill up"] = max(largest(gradients[name] * (1 - covered[name])) for name in gradients)
+    if backend is not None:
+        errors["graph breaks"] = float(sum(torch._dynamo.utils.counters["graph_break"].values()))
+    torch.use_deterministic_algorithms(False)
     return errors

@@ -176,11 +176,11 @@ def test_gpt2_intermediate_defaults_to_four_times_hidden():
         ),
         (
             {**LLAMA, "model_type": "glm4", "head_dim": 8, "partial_rotary_factor": 0.1},
-            "rotary_fraction 0.1 of head_dim 8 must be",
+            "rotary_fraction 0.1 rotates 0.8 features of head_dim 8; it must",
         ),
         (
             {**LLAMA, "model_type": "glm4", "head_dim": 8, "partial_rotary_factor": 1.5},
-            "rotary_fraction 1.5 of head_dim 8 must be",
+            "rotary_fraction 1.5 rotates 12 features of head_dim 8; it must",
         ),
         ({**LLAMA, "rope_theta": 1e-200}, "rope_theta 1e-200 must be from 1e-18 to 1e+18"),
         ({**LLAMA, "rms_norm_eps": 1e300}, "norm_epsilon 1e+300 must be from 1e-18 to 1e+18"),

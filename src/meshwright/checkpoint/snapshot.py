@@ -84,7 +84,7 @@ class SnapshotBuffers:
         return Snapshot(tuple(copied), tuple(used), stream, ready)
 
     def _start_copies(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-        """Return a context manager in which copies are queued on the stream of copies, after the work that is queued on
+        """Return a context manager in which copies are queued on the copy stream, after the work that is queued on
         `stream` now. stream: stream that computes; None on a CPU."""
         if stream is None:
             return nullcontext()
@@ -128,9 +128,9 @@ def split_in_chunks(buffer: torch.Tensor) -> Iterator[slice]:
     elements of each part."""
     start, size = 0, buffer.element_size()
     while start < buffer.numel():
-        room = CHUNK_BYTES - (buffer.data_ptr() + start * size) % CHUNK_BYTES
-        yield slice(start, min(start + room // size, buffer.numel()))
-        start += room // size
+        rest = CHUNK_BYTES - (buffer.data_ptr() + start * size) % CHUNK_BYTES
+        yield slice(start, min(start + rest // size, buffer.numel()))
+        start += rest // size
 
 
 def _group_by_dtype(slices: Sequence[TensorSlice]) -> dict[torch.dtype, list[TensorSlice]]:

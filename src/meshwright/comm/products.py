@@ -38,7 +38,8 @@ def choose_product_overlap(setting: str, axis: Axis) -> str:
     here = torch.cuda.current_device()
     peers = (device for device in range(torch.cuda.device_count()) if device != here)
     able = hasattr(torch.ops.symm_mem, "fused_all_gather_matmul") and (
-        torch.cuda.get_device_capability(here) >= MIN_CAPABILITY
+        torch.cuda.device_count() >= axis.size  # fewer are visible if each rank sees its own GPU alone
+        and torch.cuda.get_device_capability(here) >= MIN_CAPABILITY
         and all(torch.cuda.can_device_access_peer(here, peer) for peer in peers)
     )
     everyone: list[tuple[str, bool]] = [("", False)] * dist.get_world_size()

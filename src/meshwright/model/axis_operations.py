@@ -204,7 +204,7 @@ class Recompute:
 
     def discard(self, x: Tensor) -> Tensor:
         """Return `x`, the result of an operator, whose value neither backward nor a recomputation by activation
-        checkpointing reads. This base class only returns it; subclasses do not save it either."""
+        checkpointing reads. This base class does no more; subclasses exclude `x` from the saved activations."""
         return x
 
 

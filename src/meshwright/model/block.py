@@ -37,7 +37,7 @@ class Block(nn.Module):
         self.mlp = (Mixture if config.has_experts(layer) else FeedForward)(config, axes, **options)
         self.mlp_post_norm = make_norm(config, config.post_norms, **options)
         self.residual_scale = config.residual_scale
-        self.discard = (Recompute() if config.post_norms else axes.recompute).discard
+        self.discard = (Recompute() if config.post_norms else axes.recompute).discard  # a post-norm reads the output
 
     def forward(
         self, x_BSH: Tensor, inputs: AttentionInputs, counted_B: Tensor | None = None

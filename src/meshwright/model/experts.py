@@ -44,7 +44,7 @@ class Mixture(nn.Module):
         # Its partial sums are added to those of the routed experts: one reduction over tp covers both.
         self.shared = FeedForward(config, SINGLE_DEVICE, width, **options) if width else None
         self.shared_gate = Linear(config.hidden, 1, bias=False, **options) if config.shared_gate else None
-        self.discard = (Recompute() if config.post_norms else axes.recompute).discard
+        self.discard = (Recompute() if config.post_norms else axes.recompute).discard  # a post-norm reads the output
 
     def forward(self, x_BSH: Tensor, counted_B: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return the layer's output [B, S, H] for the hidden states `x_BSH`, and its load-balancing loss (scalar;

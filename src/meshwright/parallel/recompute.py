@@ -1,8 +1,8 @@
 """Activation checkpointing: backward recomputes activations from fewer saved ones (Chen et al. 2016, arXiv:1604.06174).
 
-Idea: full recomputation saves the input of each block. Selective recomputation saves the results of matrix products and
-of sums over ranks, and recomputes norms, activations and attention, which are large and cheap (Korthikanti et al. 2022,
-arXiv:2205.05198, section 5).
+Idea: full recomputation saves the input of each block. Selective recomputation saves those results of matrix products
+and of sums over ranks that backward or recomputation reads, and recomputes norms, activations and attention, which are
+large and cheap (Korthikanti et al. 2022, arXiv:2205.05198, section 5).
 Mathematics: unchanged, as the same operators run again on the same inputs.
 Communication: results of reductions are saved, all-gathers and the all-to-alls of Ulysses are repeated in backward.
 """
@@ -60,21 +60,28 @@ class _SavedResults(TorchDispatchMode):
     """Selective activation checkpointing of an uncompiled function: its forward saves the results of some operators,
     its recomputation takes them in the same order.
 
-    operators: overloads of torch.ops. results: saved results (the shapes of discarded ones), appended by the mode of
-    the forward and taken by that of the recomputation. recomputes: True for the latter mode."""
+    operators: overloads of torch.ops. results: (operator, saved result or, if it is discarded, its shape), appended by
+    the mode of the forward and taken by that of the recomputation. recomputes: True for the latter mode."""
 
     def __init__(self, operators: frozenset[Any], results: deque[Any], recomputes: bool) -> None:
         super().__init__()
         self.operators, self.results, self.recomputes = operators, results, recomputes
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: compiled functions that are called inside run compiled."""
+        return True
+
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         """Run `operator` on `arguments` and `options`, or return its saved result."""
         if self.recomputes and operator in self.operators:
-            saved = self.results.popleft()
+            computed, saved = self.results.popleft() if self.results else ("nothing", None)
+            if computed != operator:
+                raise RuntimeError(f"activation checkpointing: backward recomputes {operator}, forward ran {computed}")
             return arguments[0].new_empty(()).expand(saved) if isinstance(saved, torch.Size) else saved
         result = operator(*arguments, **(options or {}))
         if operator in self.operators:
-            self.results.append(tree_map(torch.Tensor.detach, result))
+            self.results.append((operator, tree_map(torch.Tensor.detach, result)))
         return result
 
 
@@ -82,10 +89,10 @@ def discard(x: torch.Tensor) -> torch.Tensor:
     """Return `x`, whose value neither backward nor recomputation reads. If it is (a view of) the last result that
     selective activation checkpointing has saved, save it no longer. (Compiled blocks save only what backward reads.)"""
     mode = None if torch.compiler.is_compiling() else _get_current_dispatch_mode()
-    results = mode.results if isinstance(mode, _SavedResults) else deque[Any]()
-    last = results[-1] if results else None
-    if isinstance(last, torch.Tensor) and last.untyped_storage()._cdata == x.untyped_storage()._cdata:
-        results[-1] = last.shape
+    if isinstance(mode, _SavedResults) and mode.results:
+        operator, last = mode.results[-1]
+        if isinstance(last, torch.Tensor) and last.untyped_storage()._cdata == x.untyped_storage()._cdata:
+            mode.results[-1] = operator, last.shape
     return x
 
 
@@ -94,7 +101,7 @@ class ActivationCheckpointing(Recompute):
 
     * "none": save all that backward needs. A compiled block saves only the results of matrix products, attention and
       communication, because elementwise work fused into backward kernels is cheaper to recompute than to save;
-    * "selective": save the results of matrix products and of sums over ranks;
+    * "selective": save the results of matrix products and of sums over ranks, except those given to `discard`;
     * "full": save only the block's inputs.
     """
 

@@ -55,7 +55,7 @@ PARAMETER_SITE = "data.parameters"
 GRADIENT_SITE = "data.gradients"
 REPLICA_SITE = "data.gradients.replicas"
 TIED_SITE = "pipeline.gradients.shared"
-HANDS_OVER = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # private to torch; without it, memory is freed
+REUSES_MEMORY = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # private to torch; without it, memory is freed
 
 
 # --- memory and all-gather
@@ -165,15 +165,15 @@ class FsdpUnit:
         self.pending_all_gather = None
         self.is_unsharded = True
 
-    def reshard(self, heirs: Iterable[FsdpUnit] = ()) -> None:
+    def reshard(self, next_units: Iterable[FsdpUnit] = ()) -> None:
         """Free the memory of the unsharded parameters (ZeRO-3 only); an all-gather in flight is first waited for.
-        `heirs`: units that are all-gathered next; the first of them that needs as much memory and has none takes it
-        over, so that the allocator cannot split it between the two uses."""
+        `next_units`: units that are all-gathered next; the first of them that needs as much memory and has none reuses
+        it, so that the allocator cannot split it between the two uses."""
         if self.pending_all_gather is not None:
             self.unshard()
-        fitting = (each for each in heirs if each._bytes == self._bytes and not each._storage.nbytes())
-        if HANDS_OVER and self.is_unsharded and (heir := next(fitting, None)) is not None:
-            heir._storage._swap_data_ptr_(self._storage)  # tensors saved for backward refer to storages, which stay
+        fitting = (each for each in next_units if each._bytes == self._bytes and not each._storage.nbytes())
+        if REUSES_MEMORY and self.is_unsharded and (unit := next(fitting, None)) is not None:
+            unit._storage._swap_data_ptr_(self._storage)  # tensors saved for backward refer to storages, which stay
         self._storage.resize_(0)
         self.is_unsharded = False
 
@@ -353,7 +353,7 @@ class ParameterPrefetcher(Units):
         with_backward = x.requires_grad and torch.is_grad_enabled()
         if not (with_backward and self.keeps_last and name not in self._next):
             for unit in self._resharded_after[name]:
-                unit.reshard(self._list_heirs(name, self._next))
+                unit.reshard(self._list_next_units(name, self._next))
         unshard = partial(self._unshard, name, self._previous.get(name, ""))
         # The backward of an embedding needs no parameters.
         return _BackwardHook.apply(x, unshard) if with_backward and name not in LOOKED_UP else x
@@ -363,7 +363,7 @@ class ParameterPrefetcher(Units):
         for unit in chain.from_iterable(self._sharded.values()):
             unit.reshard()
 
-    def _list_heirs(self, name: str, following: Mapping[str, str]) -> Sequence[FsdpUnit]:
+    def _list_next_units(self, name: str, following: Mapping[str, str]) -> Sequence[FsdpUnit]:
         """Return the units that are all-gathered next when the FSDP unit `name` is resharded: those of the unit after
         the next one. `following`: {unit: the unit that follows in this pass}."""
         return self._sharded.get(following.get(following.get(name, ""), ""), [])
@@ -379,7 +379,7 @@ class ParameterPrefetcher(Units):
     def _leave_backward(self, name: str) -> None:
         """Reshard the parameters of the FSDP unit `name` after its backward pass."""
         for unit in self._sharded[name]:
-            unit.reshard(self._list_heirs(name, self._previous))
+            unit.reshard(self._list_next_units(name, self._previous))
 
 
 class _BackwardHook(torch.autograd.Function):

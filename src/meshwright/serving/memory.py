@@ -120,5 +120,6 @@ def make_step_limits(ledger: ServingLedger, resident: bool = True) -> StepLimits
     their buffers and KV pool. resident: True to give the whole KV pool physical memory at the start; False: page by
     page as it is used."""
     sizes = ledger.sizes
-    most = sizes.token_budget, sizes.max_sequences, sizes.max_length, sizes.logit_rows
-    return StepLimits(ledger.blocks, *most, resident)
+    return StepLimits(
+        ledger.blocks, sizes.token_budget, sizes.max_sequences, sizes.max_length, sizes.logit_rows, resident
+    )

@@ -56,8 +56,9 @@ class ServingMetrics:
     when the page is requested. model: value of the label `model_name`."""
 
     def __init__(self, client: Replicas, model: str) -> None:
-        """Register all metrics in a registry of their own; arguments: see the class."""
-        self._registry, self._client, self._model = CollectorRegistry(), client, model
+        """Register all metrics in a new registry; arguments: see the class."""
+        self._registry = CollectorRegistry()
+        self._client, self._model = client, model
         self._registry.register(self)
         self._histograms = {
             name: Histogram(PREFIX + name, text, ["model_name"], registry=self._registry, buckets=buckets).labels(model)

@@ -243,7 +243,9 @@ def _check_model(
     if info is not None:
         rendezvous.check_world_size(info, reading)
         hosts = info.ranks // (info.host_ranks or info.ranks)
-    budget, sequences = options.get("token_budget", StepSettings().tokens), options.get("max_sequences")
+    budget = options.get("token_budget")
+    budget = StepSettings().tokens if budget is None else budget
+    sequences = options.get("max_sequences")
     sequences = min(StepSettings().sequences, budget) if sequences is None else sequences
     threads = options.get("threads") or choose_threads(reading.world_size // hosts)
     steps = StepSettings(budget, sequences, threads=threads)

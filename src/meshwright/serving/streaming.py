@@ -61,7 +61,7 @@ class JobRunner:
     def start(self, job: Job, take: Take) -> asyncio.Task[None]:
         """Submit all requests of a job to the engine; return the task that calls `take(choice, piece)` for each new
         piece of text. Requests that are unfinished when the task ends or is cancelled are cancelled. Raises ApiError if
-        the requests are refused, or so many that even an idle engine would refuse them."""
+        the requests are refused, with status 400 if they are more than an idle engine runs and queues."""
         if len(job.requests) > (most := self._client.max_requests):
             message = f"n: prompts x n should be at most {most}, the requests that this server runs and queues"
             raise ApiError(400, message, param="n")

@@ -160,8 +160,9 @@ class TorchRunner:
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
         tables, layers = block_tables(self.config, mesh.pp.size), self._stage.layers
         self._cache = PagedCache(self.config, tables, layers, limits.blocks, kv_heads, dtype)
-        for pair in self._cache.pairs if limits.resident else ():
-            pair.zero_()  # so that its memory is resident
+        if limits.resident:
+            for pair in self._cache.pairs:
+                pair.zero_()  # so that its memory is resident
         self._tile = 1 if self.config.experts else TILE_TOKENS
         self._logit_rows = limits.logits if self._stage.last else 0
 

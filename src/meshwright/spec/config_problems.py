@@ -91,7 +91,8 @@ def find_rotation_problem(config: Any) -> str | None:
         return f"head_dim {config.head_dim} must be even: rotary positions rotate pairs of features"
     if not 0 < config.rotary_fraction <= 1 or config.rotary_dim < 2:
         return (
-            f"rotary_fraction {config.rotary_fraction:g} of head_dim {config.head_dim} must be 1 to {config.head_dim}"
+            f"rotary_fraction {config.rotary_fraction:g} rotates {config.head_dim * config.rotary_fraction:g} features "
+            f"of head_dim {config.head_dim}; it must rotate 1 to {config.head_dim}"
         )
     scaling = config.rope_scaling
     if scaling is not None and scaling.kind == "longrope":

@@ -341,7 +341,9 @@ class LanguageModelTask:
             responses=self.objective.max_terms * (loss.responses if (loss := self.objective.pair_loss) else 0),
             estimates_kl=self.recipe.objective == "kto",
             teacher=self.objective.teacher_work,
-            engine=choose_run_engine(self.recipe.train.tensor_overlap, self.mesh.device.type),
+            engine=choose_run_engine(
+                self.recipe.train.tensor_overlap, self.mesh.device.type, self.recipe.train.compile
+            ),
         )
 
     def _compute_rank_contributions(self, loss: torch.Tensor) -> torch.Tensor:

@@ -111,7 +111,7 @@ def _predict_step_time(trainer: Trainer, machine: Cluster) -> StepTime:
         task.config, trainer.layout, machine, trainer.recipe.data.sequence, train.batch, compile=train.compile,
         optimizer=_find_optimizer_name(trainer), documents=documents, pairs=task.objective.pair_loss is not None,
         teacher=task.objective.teacher_work,
-        engine=engines.choose_run_engine(train.tensor_overlap, trainer.device.type),
+        engine=engines.choose_run_engine(train.tensor_overlap, trainer.device.type, train.compile),
         step_factors=measured_step_factors(
             machine, trainer.layout.precision or default_precision(machine),
             engines.engine("meshwright", compile=train.compile),
@@ -134,7 +134,9 @@ def _predict_ledger(trainer: Trainer, machine: Cluster | None, notes: list[str])
         teacher=task.objective.teacher_work,
         compile=trainer.recipe.train.compile, architecture="" if machine is None else machine.device.architecture,
         graphs=trainer.recipe.train.cuda_graphs and trainer.device.type == "cuda",
-        engine=engines.choose_run_engine(trainer.recipe.train.tensor_overlap, trainer.device.type),
+        engine=engines.choose_run_engine(
+            trainer.recipe.train.tensor_overlap, trainer.device.type, trainer.recipe.train.compile
+        ),
     )  # fmt: skip
     if trainer.recipe.train.compile and not found.compiled:
         notes.append("memory is predicted as if blocks were not compiled")

@@ -34,7 +34,7 @@ def test_tensor_parallel_ranks_split_weights_and_blocks_and_capture_no_graphs():
 
 
 def test_buffers_of_nccl_are_part_of_the_slack():
-    """Of tensor-parallel ranks: stages exchange host tensors, and the outputs of experts are summed over tp."""
+    """Only tensor-parallel ranks have them: stages exchange host tensors, and experts' outputs are summed over tp."""
     config = replace(preset("mixtral-tiny"), experts=4)
     texts = ("tp1", "tp2", "pp2", "tp2 pp2", "tp2 ep2", "tp2 dp2")
     found = {text: device_ledger(config, Layout.parse(text), SIZES).stages[0].slack for text in texts}

@@ -133,7 +133,9 @@ class Engine:
         """Return a copy of this engine for blocks compiled by torch.compile."""
         # bf16 logits are read for the maxima, for the sums, and read and written for the gradient; a copy.
         loss: dict[str, Any] = {"loss_bytes": min(self.loss_bytes, 12.0), "loss_holds": min(self.loss_holds, 8.0)}
-        return replace(self, fusion="compiled", **loss) if self.compiles_loss else replace(self, fusion="compiled")
+        # A compiled block is recomputed as a whole.
+        found = replace(self, fusion="compiled", stops_early=self.stops_early and self.name != "meshwright")
+        return replace(found, **loss) if self.compiles_loss else found
 
     def overlapped(self, setting: str, device: str) -> Engine:
         """Return this engine with tensor-parallel products that overlap with their collectives, if a run of the engine
@@ -148,10 +150,11 @@ for _name, _table in read_packaged_toml("planner/cost/engines.toml").items():
     ENGINES[_name] = Engine(_name, **_fields)
 
 
-def choose_run_engine(tensor_overlap: str, device: str) -> Engine:
+def choose_run_engine(tensor_overlap: str, device: str, compile: bool) -> Engine:
     """Return the engine whose kernels and buffers a run has. tensor_overlap: `train.tensor_overlap`; device: "cpu" or
-    "cuda"."""
-    return ENGINES["meshwright"].overlapped(tensor_overlap, device)
+    "cuda"; compile: `train.compile`."""
+    found = ENGINES["meshwright"].overlapped(tensor_overlap, device)
+    return replace(found, stops_early=False) if compile else found
 
 
 def engine(name: str | Engine, *, compile: bool = False) -> Engine:

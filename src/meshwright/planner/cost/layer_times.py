@@ -164,7 +164,8 @@ class LayerTimes:
         self.first[..., indices] = price.seconds(blocks.embedding_operators(batch))
         predicted = blocks.layer_operators(batch, batch.config.layers) if batch.config.prediction_layers else ()
         for kept in (False, True):
-            head = blocks.head_operators(batch, keeps := kept or self.problem.engine.name != "meshwright")
+            keeps = kept or self.problem.engine.name != "meshwright"
+            head = blocks.head_operators(batch, keeps)
             self.last[int(kept)][..., indices] = price.seconds(head)
             if predicted:
                 kernels = blocks.prediction_operations(batch, keeps)

@@ -126,11 +126,9 @@ class ActivationBytes:
         if config.head not in ("next", "masked"):
             return 0.0, 0.0
         batch = micro_batch_of(problem, [candidate], device=problem.cluster.kind)
-        width = batch.vocabulary
         if not self.ours:
-            hidden = gathered * config.hidden
-            return 0.0, loss_bytes(problem.engine, batch.predictions, width, self.itemsize, hidden)
-        chunks = batch.loss_chunks
+            return 0.0, loss_bytes(batch, self.itemsize, gathered)
+        width, chunks = batch.vocabulary, batch.loss_chunks
         longest = max(chunks)
         head = 0.0 if config.adapter else float(width * config.hidden * (self.itemsize if len(chunks) == 1 else 4))
         return head, longest * width * self.itemsize + 2 * batch.loss_slice(longest) * width * 4 + head

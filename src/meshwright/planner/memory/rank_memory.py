@@ -135,8 +135,7 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Alloc
         again = max(again, sum(published_layer(unrecomputed, mixture).values()) - sum(saved.values()))
     logits = 0.0
     if config.head in ("next", "masked") and any(stage.last for stage in place):
-        tokens = batch.predictions * layout.tp**engine.gathers_logits
-        logits = loss_bytes(engine, tokens, batch.vocabulary, x, config.hidden * saves_gathered(layout, engine))
+        logits = loss_bytes(batch, x, saves_gathered(layout, engine))
     # The loss has ended when a layer is recomputed, so the larger of the two counts.
     if again * x / 2 > logits:
         yield Allocation("activations", "a recomputed layer", bytes=round(again * x / 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.errors import UserError
+from meshwright.layout import Layout
 from meshwright.planner.hardware.cluster import Cluster, cluster
 from meshwright.planner.hardware.devices import find_device
 from meshwright.planner.memory.rank_memory import fullest_rank
@@ -63,13 +65,20 @@ def _least(problem: Problem, screened: ScreenedLayouts) -> Estimate | None:
     """Return the estimate of the layout with the lowest memory peak by the memory ledger; if several fit, of the
     fastest. None if training cannot run any layout that was tried. screened: closed-form predictions; the layouts with
     the lowest predicted memory are tried."""
-    layouts = ((at, screened.layout(at)) for at in np.argsort(screened.bytes, kind="stable"))
-    sized = [  # what a layout needs less than may be used does not count
-        (max(float(fullest_rank(problem, layout).device_bytes), problem.usable_bytes), screened.seconds[at], layout)
-        for at, layout in islice(((at, one) for at, one in layouts if problem.accepts(one)), MOST_ASKED)
-    ]
+    sized = islice(_layouts_by_memory(problem, screened), MOST_ASKED)
     best = min(sized, key=lambda each: each[:2], default=None)
     return None if best is None else estimate_layout(problem, best[2])
+
+
+def _layouts_by_memory(problem: Problem, screened: ScreenedLayouts) -> Iterator[tuple[float, float, Layout]]:
+    """Yield (bytes by the memory ledger, at least those that may be used; closed-form seconds of a step; layout) for
+    each layout that training can run, lowest closed-form memory first."""
+    for at in np.argsort(screened.bytes, kind="stable"):
+        layout = screened.layout(at)
+        if problem.accepts(layout):
+            with suppress(UserError):
+                size = fullest_rank(problem, layout).device_bytes
+                yield max(float(size), problem.usable_bytes), float(screened.seconds[at]), layout
 
 
 def _enough(least: Estimate) -> Estimate | None:
