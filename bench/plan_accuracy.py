@@ -105,10 +105,13 @@ def measure(path: Path, verbose: bool = False, bounds: bool = False) -> dict[str
     given, new = (figures(found, refused, left_out) for found, refused in tables)
     known = {source: pairs for found, _ in tables for source, pairs in found.items()}
     back = {source: pairs for source, pairs in known.items() if source.startswith(HELD_BACK)}
+    unfitted = {source: pairs for source, pairs in everything.items() if plan_bounds.unfitted(pairs[0][0])}
     return given | {
         "published": new | {"memory": memory(PUBLISHED)},
         "together": summary(known, left_out),
         "held_back": summary(back, left_out),
+        "giving_bounds": summary(everything, left_out),
+        "giving_bounds_unfitted": summary(unfitted, left_out),
         "kinds": by_kind(everything, left_out),
         "sweeps": sweeps(known),
         "unseen": {
@@ -186,12 +189,17 @@ def held_out(everything: dict[str, Predictions], judged: dict[str, Predictions] 
 
 
 def coverage(pairs: Predictions, bounds: list[Bounds]) -> dict[str, Any]:
-    """The share of runs between bounds that their own project had no part in, and how wide these are."""
+    """The share of runs between bounds that their own project had no part in, its mean over projects, and how wide
+    these are."""
     holds = [
         each.low <= one.seconds / step.seconds <= each.high for (one, step), each in zip(pairs, bounds, strict=True)
     ]
+    of_projects: dict[str, list[bool]] = defaultdict(list)
+    for (one, _), held in zip(pairs, holds, strict=True):
+        of_projects[project(one)].append(held)
     return {
         "held_out_bounds_hold": round(statistics.mean(holds), 4),
+        "held_out_bounds_hold_of_projects": round(statistics.mean(map(statistics.mean, of_projects.values())), 4),
         "held_out_high_to_low": round(statistics.median(each.high / each.low for each in bounds), 4),
     }
 

@@ -1,11 +1,10 @@
 """Bounds of predicted step times from published runs, for `src/meshwright/planner/cost/bounds.toml`: how errors grow
-with the difficulty of a step, every project with the same weight, scaled so that bounds hold runs to which no rate was
-fitted (conformal prediction with normalised scores).
+with the difficulty of a step, every project with the same weight, scaled so that bounds hold runs of projects to which
+they were not fitted (cross-conformal prediction).
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter, defaultdict
@@ -18,26 +17,26 @@ from typing import Any
 import numpy as np
 
 from bench.published_runs import UNSEEN, Run, sources
-from meshwright.planner.api import plan
 from meshwright.planner.cost.bounds import LIMITS, BoundsTable, StepProperties, parse_bounds_table
 from meshwright.planner.cost.step_time import StepTime, problem_for
-from meshwright.recipe import Recipe
-from meshwright.spec.config_from_recipe import config_from_recipe
 
 Pair = tuple[Run, StepTime]
 BOUNDS = Path(__file__).parents[1] / "src" / "meshwright" / "planner" / "cost" / "bounds.toml"
 COVERED = 0.9
-"""Share of a new project's runs that the bounds hold, if it is like those whose sources no rate was fitted to."""
+"""Share of a new project's runs that the bounds hold, if it is like the others."""
 KNOWN = ("development", "fresh", "fresh-2")
 """Parts of unseen_runs.csv that give bounds; no rate was fitted to them. The part "test" decides nothing."""
 HELD_BACK = ("MaxText", "PaxML", "Kubernetes", "Llama 3", "NVIDIA/NeMo docs")
 """How the names of sources begin that no constant of the planner was fitted to, beside those of unseen_runs.csv."""
 WIDEN = 0.25
+"""What each doubling beyond the runs of a kind adds to the logarithm of a bound, as a share of that of an easy step: a
+choice, as too few projects have runs that far from the others'."""
 LEAST_PROJECTS, LEAST_RUNS = 3, 15
-RIDGE, LEAST_ERROR = 0.05, 0.005
-"""Penalty on coefficients, which keeps what few projects show small; smallest error (of the logarithm) in the fit. The
-penalty was chosen, as the properties that `StepProperties.measure_difficulty` lists, by the coverage and width of
-bounds that only other projects gave."""
+RIDGE = 0.05
+"""Penalty on coefficients, which keeps what few projects show small. It was chosen, as the properties that
+`StepProperties.measure_difficulty` lists, by the coverage and width of bounds that only other projects gave."""
+LEAST = 0.01
+"""Smallest logarithm of a bound of an easy step, and residual below which the fit's loss is no longer steep."""
 ASKED = ("experts", "architecture", "eight_bit")
 TOGETHER = (ASKED, ("experts", "eight_bit"), ("experts",), ())
 """Sets of properties that define kinds of runs, the narrowest kinds first. Each run belongs to one of the last two:
@@ -47,13 +46,6 @@ ORGANISATIONS = {
     "Meta": ("pytorch", "Llama 3"),
 }
 """How the names of the sources of an organisation begin, which has several."""
-MEASURED = Path(__file__).parent / "results" / "gpu_plan.json"
-"""This repository's own steps on one H100, written by bench/gpu/plan_on_gpu.py."""
-MEASURED_MODEL = {
-    "family": "llama", "tied": True, "layers": 24, "hidden": 1024, "heads": 16, "kv_heads": 8, "intermediate": 2816,
-    "vocabulary": 32000,
-}  # fmt: skip
-"""Model of the measured steps, on batches of 8 sequences of 2,048 tokens: `SHAPE` of bench/gpu/plan_on_gpu.py."""
 
 
 def project(one: Run) -> str:
@@ -76,50 +68,89 @@ def _properties(one: Run, seconds: float) -> StepProperties:
     return StepProperties.of(problem, layout, seconds)
 
 
-def fit_spread(properties: np.ndarray, sizes: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return the coefficients b [properties] of expected sizes exp(x b): a gamma regression with a logarithmic link, by
-    Fisher scoring (McCullagh and Nelder 1989, section 8), with the penalty `RIDGE` on all but the first, which alone
-    may be negative: no difficulty makes a bound narrower.
+def fit_quantile(properties: np.ndarray, errors: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Return the coefficients b [properties], none negative, with which x b is the quantile (1 + `COVERED`) / 2 of the
+    errors: quantile regression (Koenker and Bassett 1978) by iteratively reweighted least squares, with the penalty
+    `RIDGE` on all but the first coefficient. No difficulty makes a bound narrower.
 
-    properties: x [runs, properties], 1 in the first column; sizes [runs]: of errors, above 0; weights [runs], of sum
-    1."""
+    properties: x [runs, properties], 1 in the first column; errors [runs]; weights [runs], of sum 1."""
+    quantile = (1 + COVERED) / 2
     penalty = RIDGE * np.eye(properties.shape[1])
     penalty[0, 0] = 0.0
     found = np.zeros(properties.shape[1])
-    found[0] = math.log(float(weights @ sizes))
-    curvature = properties.T @ (weights[:, None] * properties) + penalty
-    for _ in range(200):
-        gradient = properties.T @ (weights * (1 - sizes * np.exp(-properties @ found))) + penalty @ found
-        free = (found > 0) | (gradient < 0)
-        free[0] = True
-        step = np.linalg.solve(curvature[np.ix_(free, free)], gradient[free])
-        found[free] -= np.clip(step, -0.5, 0.5)
-        found[1:] = np.maximum(found[1:], 0.0)
+    for _ in range(60):
+        rest = errors - properties @ found
+        steep = weights * np.where(rest > 0, quantile, 1 - quantile) / np.maximum(np.abs(rest), LEAST)
+        curvature, target = properties.T @ (steep[:, None] * properties) + penalty, properties.T @ (steep * errors)
+        before, free = found, np.ones(len(found), bool)
+        while True:  # leaves out one negative coefficient after another; the first, which stays, is raised below
+            found = np.zeros(len(found))
+            found[free] = np.linalg.solve(curvature[np.ix_(free, free)], target[free])
+            worst = 1 + int(np.argmin(found[1:]))
+            if found[worst] >= 0:
+                break
+            free[worst] = False
+        if np.abs(found - before).max() < 1e-4:
+            break
+    found[0] = max(found[0], LEAST)
     return found
 
 
+class Errors:
+    """Errors of runs, and bounds that fit those of some projects."""
+
+    def __init__(self, pairs: list[Pair]) -> None:
+        self.asked = [request(one, step) for one, step in pairs]
+        self.logarithms = np.array([math.log(one.seconds / step.seconds) for one, step in pairs])
+        self.projects = np.array([project(one) for one, _ in pairs])
+        self.shortest = min(each.seconds for each in self.asked)
+        self._properties: dict[tuple[str, ...], np.ndarray] = {}
+
+    def fit(self, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return what the runs `chosen` [runs] give: the coefficients of the lower and the upper bound, and the
+        properties [runs, properties] of all runs, of which the devices are known from those chosen alone."""
+        known = _known({(each.architecture, whose) for each, whose in self._members(chosen)})
+        if known not in self._properties:
+            values = (each.measure_difficulty(known, self.shortest).values() for each in self.asked)
+            self._properties[known] = np.array([list(each) for each in values])
+        properties = self._properties[known]
+        runs_of = Counter(self.projects[chosen])
+        weights = np.array([1 / runs_of[whose] / len(runs_of) for whose in self.projects[chosen]])
+        errors = self.logarithms[chosen]
+        below, above = (fit_quantile(properties[chosen], sign * errors, weights) for sign in (-1, 1))
+        return below, above, properties
+
+    def _members(self, chosen: np.ndarray) -> Iterator[tuple[StepProperties, str]]:
+        return ((self.asked[number], str(self.projects[number])) for number in np.flatnonzero(chosen))
+
+    def score(self) -> list[tuple[str, float]]:
+        """Return project and score of each run: by how much the logarithms of the bounds that all other projects' runs
+        give have to be multiplied to hold it. Empty if there is one project only."""
+        found: list[tuple[str, float]] = []
+        names = sorted(set(self.projects))
+        for whose in names if len(names) > 1 else ():
+            out = self.projects == whose
+            below, above, properties = self.fit(~out)
+            errors = self.logarithms[out]
+            scores = np.maximum(-errors / (properties[out] @ below), errors / (properties[out] @ above))
+            found += [(whose, float(score)) for score in scores]
+        return found
+
+
 def spreads(pairs: list[Pair]) -> dict[str, dict[str, float]]:
-    """Return the coefficients of both bounds (`BoundsTable.below`, `above`): fitted to the errors of all runs, and
-    scaled by one factor so that bounds hold those to which no rate was fitted."""
-    architectures = known_architectures(pairs)
-    asked = [request(one, step) for one, step in pairs]
-    values = [each.measure_difficulty(each.architecture not in architectures) for each in asked]
-    logarithms = np.array([math.log(one.seconds / step.seconds) for one, step in pairs])
-    runs_of = Counter(project(one) for one, _ in pairs)
-    weights = np.array([1 / runs_of[project(one)] / len(runs_of) for one, _ in pairs])
-    properties = np.array([list(each.values()) for each in values])
-    sides = {
-        name: fit_spread(properties, np.maximum(sign * logarithms, 0) + LEAST_ERROR, weights)
-        for name, sign in (("below", -1), ("above", 1))
+    """Return the coefficients of both bounds (`BoundsTable.below`, `above`): fitted to the errors of all runs, scaled
+    by one factor so that bounds hold the runs of projects to which they were not fitted, and rounded up."""
+    errors = Errors(pairs)
+    factor = conformal_factor(errors.score())
+    below, above, _ = errors.fit(np.ones(len(pairs), bool))
+    names = errors.asked[0].measure_difficulty((), errors.shortest)
+    found = {}
+    for side, each in (("below", below), ("above", above)):
+        found[side] = dict(zip(names, factor * each, strict=True)) | {"beyond": WIDEN * factor * each[0]}
+    return {
+        side: {name: math.ceil(round(value * 1000, 6)) / 1000 for name, value in values.items()}
+        for side, values in found.items()
     }
-    below, above = (np.exp(properties @ each) for each in sides.values())
-    scores = np.maximum(-logarithms / below, logarithms / above)
-    factor = conformal_factor(
-        [(project(one), float(score)) for (one, _), score in zip(pairs, scores, strict=True) if unfitted(one)]
-    )
-    for each in sides.values():
-        each[0] += math.log(factor)
-    return {name: dict(zip(values[0], map(float, each.round(3)), strict=True)) for name, each in sides.items()}
 
 
 def unfitted(one: Run) -> bool:
@@ -133,8 +164,8 @@ def _known_sources() -> frozenset[str]:
 
 
 def conformal_factor(scored: list[tuple[str, float]]) -> float:
-    """Return the factor of both logarithms by split conformal prediction: the quantile `COVERED` (n + 1) / n of the
-    scores of n projects, each with the same weight. Projects, not runs, are what a new one is exchangeable with.
+    """Return the factor of both logarithms by conformal prediction: the quantile `COVERED` (n + 1) / n of the scores of
+    n projects, each with the same weight. Projects, not runs, are what a new one is exchangeable with.
 
     scored: project and score of each run: the factor by which the logarithm of a bound has to be larger to hold the
     run. Of fewer than 9 projects the result is the largest score, which covers less; of none it is 1."""
@@ -148,9 +179,13 @@ def conformal_factor(scored: list[tuple[str, float]]) -> float:
 
 def known_architectures(pairs: Iterable[Pair]) -> list[str]:
     """Return the architectures of devices of which at least `LEAST_PROJECTS` projects published runs."""
-    found = {(request(one, step).architecture, project(one)) for one, step in pairs}
+    return list(_known({(request(one, step).architecture, project(one)) for one, step in pairs}))
+
+
+def _known(found: set[tuple[str, str]]) -> tuple[str, ...]:
+    """Return the architectures that are in at least `LEAST_PROJECTS` of the pairs (architecture, project)."""
     projects = Counter(architecture for architecture, _ in found)
-    return sorted(name for name, count in projects.items() if count >= LEAST_PROJECTS)
+    return tuple(sorted(name for name, count in projects.items() if count >= LEAST_PROJECTS))
 
 
 def kinds(pairs: Iterable[Pair]) -> Iterator[dict[str, Any]]:
@@ -176,35 +211,10 @@ def kinds(pairs: Iterable[Pair]) -> Iterator[dict[str, Any]]:
 
 
 def content(pairs: list[Pair]) -> dict[str, Any]:
-    """The content of bounds.toml, without this repository's own runs."""
+    """The content of bounds.toml."""
     engines = sorted({one.engine.name for one, _ in pairs})
-    known = {"widen": WIDEN, "engines": engines, "architectures": known_architectures(pairs)}
+    known = {"engines": engines, "architectures": known_architectures(pairs)}
     return known | spreads(pairs) | {"kinds": list(kinds(pairs))}
-
-
-def own_ratios() -> dict[str, float]:
-    """Return measured over predicted seconds of every own step, as the planner predicts it now without a probe."""
-    recipe = Recipe.from_tables(
-        {
-            "layout": "dp1",
-            "model": MEASURED_MODEL,
-            "data": {"source": "stdlib", "tokenizer": "bytes", "sequence": 2048},
-            "train": {"steps": 1, "batch": 8, "learning_rate": 1e-3},
-        }
-    )
-    config = config_from_recipe(recipe.model, 2048, 32000)
-    found = {}
-    for name, run in json.loads(MEASURED.read_text(encoding="utf-8"))["runs"].items():
-        asked = plan(config, "1xh100-sxm", run["layout"], sequence=2048, batch=8, compile=run["compiled"])
-        found[name] = run["seconds"] / asked.best.time.seconds
-    return found
-
-
-def own() -> dict[str, dict[str, Any]]:
-    """Return the least and the most measured over predicted seconds of the engine `meshwright`."""
-    ratios = own_ratios().values()
-    low, high = math.floor(min(ratios) * 1000) / 1000, math.ceil(max(ratios) * 1000) / 1000
-    return {"meshwright": {"low": low, "high": high, "runs": len(ratios)}}
 
 
 def table(pairs: list[Pair]) -> BoundsTable:
@@ -218,9 +228,8 @@ def write(pairs: list[Pair]) -> None:
     lines = [
         "# Factors on predicted seconds between which measured ones are expected, from published runs: written by",
         "# bench/plan_accuracy.py --bounds, explained in bounds.py. limits: the runs' largest; of seconds and tokens",
-        "# the least; own: runs of this repository.",
-        *(f"{name} = {text(found[name])}" for name in ("widen", "engines", "architectures", "below", "above")),
-        *(f"own.{name} = {text(each)}" for name, each in own().items()),
+        "# the least.",
+        *(f"{name} = {text(found[name])}" for name in ("engines", "architectures", "below", "above")),
     ]
     for kind in found["kinds"]:
         lines += ["", "[[kinds]]", *(f"{name} = {text(value)}" for name, value in kind.items())]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from meshwright.planner.cost.bounds import read_bounds_table
 from meshwright.planner.cost.rates import constants
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -177,12 +179,19 @@ def test_bounds_by_kind():
     accuracy = load_result("plan_accuracy")
     for name, kind in accuracy["kinds"].items():
         tested = accuracy["unseen"]["test_kinds"].get(name)
-        if kind["runs"] <= 2:
-            continue
         found = [str(kind["runs"]), str(kind["projects"])]
         found += [f"{kind['held_out_bounds_hold']:.0%}", f"{kind['held_out_high_to_low']:.2f}"]
         new = "" if tested is None else f"{tested['held_out_bounds_hold']:.0%}, {tested['held_out_high_to_low']:.2f}"
         assert cells(PLAN, name) == [*found, new + (f" ({tested['runs']})" if tested else "")]
+
+
+def test_factors_of_bounds():
+    """In the order of bounds.toml."""
+    table, begin = read_bounds_table(), PLAN.index("| property of the step |")
+    rows = PLAN[begin:].split("\n\n")[0].splitlines()[2:]
+    for row, name in zip(rows, table.above, strict=True):
+        assert f"| {math.exp(-table.below[name]):.2f} | {math.exp(table.above[name]):.2f} |" in row
+    assert f"{table.kinds[-1].limits['seconds']} s, the shortest published step" in rows[1]
 
 
 def test_every_source_is_in_one_row():
@@ -196,6 +205,19 @@ def test_accuracy_of_all_runs():
     sentence = f"Over all {together['runs']} runs, the mean over sources is {together['mean_error_of_sources']:.1%}"
     assert sentence in PLAN
     assert f"Of all {together['runs']} runs, {together['bounds_hold']:.0%} are within the printed bounds" in PLAN
+    given, unfitted = accuracy["giving_bounds"], accuracy["giving_bounds_unfitted"]
+    shares = [
+        (f"{one['held_out_bounds_hold']:.0%}", f"{one['held_out_bounds_hold_of_projects']:.0%}",
+         f"{one['held_out_high_to_low']:.2f}")
+        for one in (given, unfitted)
+    ]  # fmt: skip
+    (every, weighted, ratio), others = shares
+    assert f"{every} of the {given['runs']} runs are within, {weighted} with every project the same weight" in PLAN
+    assert f"at a median ratio of high to low of {ratio}" in PLAN
+    assert (
+        f"Of the {unfitted['runs']} runs to which no rate was fitted, it is {others[0]}, {others[1]} and {others[2]}"
+        in PLAN
+    )
     name = "**step time; sources that no rate was fitted to; four constants were chosen with them in sight**"
     shares = [f"{held_back[key]:.0%}" for key in ("bounds_hold", "held_out_bounds_hold")]
     assert cells(PLAN, name) == [str(held_back["runs"]), f"{held_back['mean_error']:.1%}", "", *shares]

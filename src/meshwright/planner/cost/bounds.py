@@ -1,22 +1,20 @@
 """Bounds of predicted step times: factors on the prediction within which measured times are expected, from published
 runs.
 
-The logarithms of both factors grow with the difficulty of a step: few tokens of a micro-batch on a rank, a short step,
-a mixture of experts, devices of an architecture with few published runs. `bounds.toml` has how much, fitted to the
-errors of all published runs, and scaled so that bounds hold 90 % of the runs of projects to which no rate was fitted
-(conformal prediction with normalised scores: Lei et al. 2018, arXiv:1604.04173, section 5.2). `bench/plan_accuracy.py`
-writes the file, and tests it by predicting the runs of every project from the runs of the others. No published run used
-the engine `meshwright`: its bounds also include this repository's own measurements.
-
-Published runs are also grouped into kinds: dense or mixture of experts, device architecture, fp8 or wider. Beyond the
-extremes of the kind's runs the bounds widen.
+The logarithms of both factors are sums: each property that makes a step difficult to predict adds to them. These are a
+short step, a mixture of experts, devices of an architecture with few published runs, and the distance from the runs of
+the step's kind: dense or mixture of experts, device architecture, fp8 or wider. `bounds.toml` has how much each adds,
+fitted to the errors of published runs by quantile regression, and scaled by one factor so that the bounds which other
+projects give hold 90 % of a project's runs (conformalised quantile regression: Romano et al. 2019, arXiv:1905.03222,
+with scores of left-out projects: Vovk 2015, "Cross-conformal predictors"). `bench/plan_accuracy.py` writes the file,
+and tests it by predicting the runs of every project from the runs of the others.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -36,6 +34,9 @@ _OUTSIDE = {
     "seconds": "has a step as short as {} s (shortest: {} s)",
     "tokens": "has as few as {} tokens of a micro-batch on a rank (fewest: {})",
 }
+WIDEST = 4.0
+"""Largest upper factor of bounds, and 1 / smallest lower one. Of 827 published runs one differs more from its
+prediction; bounds as wide as this say that the prediction is an order of magnitude only."""
 
 
 class StepProperties(NamedTuple):
@@ -50,7 +51,8 @@ class StepProperties(NamedTuple):
         sequence: Tokens of a sequence.
         context: Number of devices that share a sequence (cp).
         seconds: Predicted seconds of the step, without calibration.
-        tokens: Tokens of a micro-batch, divided by the number of ranks that share their computation (cp × tp).
+        tokens: Tokens of a micro-batch, divided by the number of ranks that share their computation (cp × tp); at least
+            1.
     """
 
     experts: bool
@@ -71,41 +73,35 @@ class StepProperties(NamedTuple):
         return cls(
             bool(problem.config.experts), architecture_family(problem.cluster.device.architecture),
             problem.precision == "fp8", problem.engine.name, problem.cluster.devices, problem.sequence, layout.cp,
-            seconds, rows * problem.sequence // (layout.cp * layout.tp),
+            seconds, max(1, rows * problem.sequence // (layout.cp * layout.tp)),
         )  # fmt: skip
 
-    def measure_difficulty(self, unknown: bool) -> dict[str, float]:
+    def measure_difficulty(self, architectures: Collection[str], shortest: float) -> dict[str, float]:
         """Return {property: value} of what makes the step's time difficult to predict, each 0 for an easy one; "every"
-        is 1. unknown: True if too few published runs have devices of this architecture."""
+        is 1. architectures: those of which enough projects published runs; shortest: seconds below which a shorter step
+        is no more difficult."""
         return {
-            "every": 1.0, "few_tokens": math.log2(max(1.0, MANY_TOKENS / self.tokens)),
-            "short": math.log2(max(1.0, 1 / self.seconds)), "experts": self.experts, "unknown_device": unknown,
+            "every": 1.0, "short": math.log2(max(1.0, 1 / max(self.seconds, shortest))),
+            "experts": float(self.experts), "unknown_device": float(self.architecture not in architectures),
         }  # fmt: skip
 
-
-MANY_TOKENS = 8192
-"""Tokens of a micro-batch on a rank from which more do not make a step easier to predict."""
 
 _PROPERTIES = ("experts", "architecture", "eight_bit")
 
 
 @dataclass(frozen=True, slots=True)
 class RunKind:
-    """Statistics of published training runs of one kind, such as dense models on Hopper in fp8. Also used for the runs
-    that this project measured with one engine.
+    """Statistics of published training runs of one kind, such as dense models on Hopper in fp8.
 
     Attributes:
-        low, high: Smallest and largest measured / predicted seconds of this project's own runs; 1 for published runs.
         runs, projects: Number of runs, and of projects (an organisation with one engine) that published them.
-        limits: {property in `LIMITS`: largest value in the runs}; for "seconds" the smallest value.
+        limits: {property in `LIMITS`: largest value in the runs, or smallest}.
         experts, architecture, eight_bit: Values of these fields of `StepProperties` in all runs; None if they differ.
     """
 
     runs: int
-    low: float = 1.0
-    high: float = 1.0
-    projects: int = 0
-    limits: Mapping[str, float] = field(default_factory=dict)
+    projects: int
+    limits: Mapping[str, float]
     experts: bool | None = None
     architecture: str | None = None
     eight_bit: bool | None = None
@@ -131,10 +127,7 @@ class Bounds:
         low, high: Factors on the predicted seconds.
         kind: Published runs of the step's kind; None on CPUs and on machines measured by `meshwright probe`.
         outside: Lines of text, one for each property of the step that exceeds every run of `kind`.
-        widened: True if the factors were widened because of `outside`; False if the engine's own runs are wider
-            already.
         engine_published: True if any published run used the step's engine.
-        engine_runs: Number of runs of the engine, measured in this project, whose ratios the factors include.
         distance: Sum over `outside` of log2(value / largest value in the runs of `kind`), for the step's seconds of
             log2(smallest value / value). Plus 1 if too few published runs have devices of this architecture.
     """
@@ -143,9 +136,7 @@ class Bounds:
     high: float
     kind: RunKind | None = None
     outside: tuple[str, ...] = ()
-    widened: bool = False
     engine_published: bool = False
-    engine_runs: int = 0
     distance: float = 0.0
 
     def document(self) -> dict[str, Any]:
@@ -153,8 +144,8 @@ class Bounds:
         if self.kind is None:
             return {}
         known = {"kind": self.kind.name, "runs": self.kind.runs, "projects": self.kind.projects}
-        engine = {"engine_published": self.engine_published, "engine_runs": self.engine_runs}
-        return {"bounds": known | engine | {"outside": list(self.outside), "distance": round(self.distance, 3)}}
+        outside = {"outside": list(self.outside), "distance": round(self.distance, 3)}
+        return {"bounds": known | {"engine_published": self.engine_published} | outside}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,48 +156,36 @@ class BoundsTable:
         kinds: Kinds of published runs, most specific first.
         engines: Names of all engines that published runs used.
         architectures: Architectures of devices that enough projects published runs of.
-        widen: Relative increase of the logarithm of a bound for each doubling of a property beyond the runs of the
-            kind.
-        below, above: {property of `StepProperties.measure_difficulty`: coefficient}: the logarithm of a bound is
-            exp(sum of coefficient × value), of the lower bound with the opposite sign.
-        own: {engine name: runs measured in this project}.
+        below, above: {property: what it adds to the logarithm of the lower bound, with the opposite sign, and of the
+            upper one for each unit of its value}. The properties are those of `StepProperties.measure_difficulty` and
+            "beyond": doublings of a property beyond the runs of the kind.
     """
 
     kinds: tuple[RunKind, ...]
     engines: Collection[str]
     architectures: Collection[str]
-    widen: float
     below: Mapping[str, float]
     above: Mapping[str, float]
-    own: Mapping[str, RunKind] = field(default_factory=dict)
 
     def bounds(self, step: StepProperties) -> Bounds:
         """Return the bounds of a predicted step: by its difficulty, and wider for properties that exceed every run of
-        the first kind to which it belongs."""
+        the first kind to which it belongs. No factor exceeds `WIDEST`, or is below 1 / `WIDEST`."""
         kind = next(kind for kind in self.kinds if kind.has(step))
-        unknown, doublings = step.architecture not in self.architectures, 0.0
+        values = step.measure_difficulty(self.architectures, self.kinds[-1].limits["seconds"]) | {"beyond": 0.0}
+        unknown = values["unknown_device"]
         outside = [f"too few published runs on {step.architecture or 'this device'}"] if unknown else []
         for name, sign in LIMITS.items():
             value, limit = getattr(step, name), kind.limits[name]
             if sign * value > sign * limit:
-                doublings += abs(math.log2(value / limit))
+                values["beyond"] += abs(math.log2(value / limit))
                 what = _OUTSIDE[name].format(_number(value), _number(limit))
                 outside.append(f"no published run ({kind.name}) {what}")
-        within = step._replace(**{name: max(getattr(step, name), kind.limits[name]) for name in ("seconds", "tokens")})
-        found = self.factors(within, unknown, 1 + self.widen * doublings)
-        published, widened = step.engine in self.engines, found != self.factors(within, False)
-        runs = self.own[step.engine].runs if step.engine in self.own else 0
-        return Bounds(*found, kind, tuple(outside), widened, published, runs, doublings + unknown)
-
-    def factors(self, step: StepProperties, unknown: bool, power: float = 1.0) -> tuple[float, float]:
-        """Return the lower and the upper factor on the predicted seconds of a step, by its difficulty. unknown: True if
-        too few published runs have devices of this architecture; power: exponent of both; those of the engine's own
-        runs are not raised to it."""
-        values, own = step.measure_difficulty(unknown), self.own.get(step.engine, RunKind(0))
         below, above = (
-            math.exp(sum(side[name] * value for name, value in values.items())) for side in (self.below, self.above)
+            math.exp(min(sum(side[name] * value for name, value in values.items()), math.log(WIDEST)))
+            for side in (self.below, self.above)
         )
-        return min(math.exp(-power * below), own.low), max(math.exp(power * above), own.high)
+        distance = values["beyond"] + unknown
+        return Bounds(1 / below, above, kind, tuple(outside), step.engine in self.engines, distance)
 
 
 def _number(value: float) -> str:
@@ -221,10 +200,8 @@ def read_bounds_table() -> BoundsTable:
 
 
 def parse_bounds_table(table: Mapping[str, Any]) -> BoundsTable:
-    """Build the table of the bounds of predicted step times, measured / predicted by kind of run, from the parsed TOML
-    of bounds.toml."""
-    own = {name: RunKind(**each) for name, each in table.get("own", {}).items()}
-    return BoundsTable(**{**table, "own": own, "kinds": tuple(RunKind(**each) for each in table["kinds"])})
+    """Build the table of the bounds of predicted step times from the parsed TOML of bounds.toml."""
+    return BoundsTable(**{**table, "kinds": tuple(RunKind(**each) for each in table["kinds"])})
 
 
 def bound_seconds(cluster: Cluster, step: StepProperties) -> tuple[float, float, float, Bounds]:

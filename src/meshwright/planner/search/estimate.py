@@ -204,8 +204,7 @@ def estimate_layout(problem: Problem, layout: Layout, step: StepPredictor | None
     time = (step or _step(problem, layout)).price()
     memory = fullest_rank(problem, layout)
     warnings = _warnings(problem, layout, memory)
-    if time.bounds.widened:  # the engine's own runs may span the wider bounds of published ones
-        warnings += [f"{line}, so the range of the step time is wider" for line in time.bounds.outside]
+    warnings += [f"{line}, so the range of the step time is wider" for line in time.bounds.outside]
     return Estimate(problem, layout, time, memory, tuple(warnings))
 
 
