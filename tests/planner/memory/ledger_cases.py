@@ -181,7 +181,7 @@ def _measure(step: Step) -> Measured:
             step.config, layout, batch=step.batch, sequence=step.sequence, optimizer=kind, parameter_dtype=step.dtype,
             rank=mesh.rank, routed=came, documents=known if step.known_documents else bool(known), pairs=step.pairs,
             compile=step.compiled, teacher=step.teacher,
-            engine=choose_run_engine("chunks" if step.overlap else "off", "cpu"),
+            engine=choose_run_engine("chunks" if step.overlap else "off", "cpu", step.compiled),
         )  # fmt: skip
 
     # A thread of gloo lets go of a message that has arrived when it next runs: the lowest is what the step needs. When

@@ -189,7 +189,7 @@ def watch(case: Case) -> Watched:
     micro_batch = MicroBatch.of(
         case.config, layout, case.rows, case.sequence, packed=case.starts or False, dtype=case.dtype,
         device=device, responses=int(case.pairs), routed=dict(zip(mixtures, counted, strict=True)) if counted else {},
-        engine=choose_run_engine(case.overlap, device),
+        engine=choose_run_engine(case.overlap, device, case.backend is not None),
     )  # fmt: skip
     predicted = saved_activations(
         micro_batch, stages[case.stage], at_once=case.at_once, tp_rank=mesh.tp.rank, compiled=case.backend is not None
