@@ -29,7 +29,7 @@ KNOWN = ("development", "fresh", "fresh-2")
 HELD_BACK = ("MaxText", "PaxML", "Kubernetes", "Llama 3", "NVIDIA/NeMo docs")
 """How the names of sources begin that no constant of the planner was fitted to, beside those of unseen_runs.csv."""
 WIDEN = 0.25
-"""What each doubling beyond the runs of a kind adds to the logarithm of a bound, as a share of that of an easy step: a
+"""Addition to the logarithm of a bound for each doubling beyond the runs of a kind, as a fraction of an easy step's: a
 choice, as too few projects have runs that far from the others'."""
 LEAST_PROJECTS, LEAST_RUNS = 3, 15
 RIDGE = 0.05

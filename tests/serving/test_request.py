@@ -69,7 +69,7 @@ def test_options_outside_their_range_are_refused_by_the_receiver():
     [
         ({"tokens": ()}, "the prompt is empty"),
         ({"tokens": (3, -1)}, "token ID -1"),
-        ({"tokens": (3,), "replayed": (1,) * 256}, "replayed: should be fewer tokens than max_tokens, 256"),
+        ({"tokens": (3,), "replayed": (1,) * 256}, "replayed: 256 tokens should be fewer than max_tokens 256"),
     ],
 )
 def test_invalid_request_is_refused(fields: dict, message: str):

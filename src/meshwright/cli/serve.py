@@ -28,7 +28,7 @@ from meshwright.cli.plumbing import FiniteRange, device_option_of_ranks, file_op
 @click.option("--memory", help='Fraction of the memory, "0.9", or a size, "12GiB".  [default: 0.9, on CPUs ≤ 4 GiB KV]')
 @click.option("--max-length", type=int, help="Maximum tokens of a sequence.  [default: the model's, or what fits]")
 @click.option("--max-sequences", type=int, help="Maximum sequences per step.  [default: 64]")
-@click.option("--token-budget", default=576, type=click.IntRange(min=1), help="Maximum tokens per step.")
+@click.option("--token-budget", type=click.IntRange(min=1), help="Maximum tokens per step.  [default: 576]")
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", default=8000, type=click.IntRange(0, 65535), help="Port; 0: any free one.")
 @click.option("--served-model-name", help="Name in the API.  [default: the directory's]")

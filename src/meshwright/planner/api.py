@@ -150,7 +150,8 @@ def plan(
     check_options(plan, options, PlanOptions)
     recipe = find_recipe(model)
     parsed = Layout.parse(layout) if isinstance(layout, str) else layout
-    top, adapter, compile = options.get("top", 5), options.get("adapter"), options.get("compile")
+    top, adapter = options.get("top", 5), options.get("adapter")
+    compile = options.get("compile")
     texts = {name: options.get(name) for name in ("precision", "optimizer")}
     for name, value, fits, expected in (
         *((name, value, isinstance(value, str | None), "text") for name, value in texts.items()),

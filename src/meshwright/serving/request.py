@@ -48,7 +48,9 @@ class Request:
         if min(self.tokens) < 0 or min(self.replayed, default=0) < 0:
             raise UserError(f"prompt: token ID {min(self.tokens + self.replayed)} should be 0 or more")
         if self.replayed and len(self.replayed) >= self.sampling.max_tokens:
-            raise UserError(f"replayed: should be fewer tokens than max_tokens, {self.sampling.max_tokens}")
+            raise UserError(
+                f"replayed: {len(self.replayed)} tokens should be fewer than max_tokens {self.sampling.max_tokens}"
+            )
 
     @property
     def max_total_tokens(self) -> int:

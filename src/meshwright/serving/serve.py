@@ -80,7 +80,7 @@ class ServeOptions(TypedDict, total=False):
     memory: str | None
     max_length: int | None
     max_sequences: int | None
-    token_budget: int
+    token_budget: int | None
     host: str
     port: int
     served_model_name: str | None

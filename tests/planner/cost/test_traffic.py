@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from meshwright.collectives.named import load_named_programs
 from meshwright.comm.mesh import Mesh
@@ -116,6 +118,26 @@ def test_bytes_sent_match_prediction_at_every_site(cases, four, tmp_path):
         text = recipe_text(tmp_path, layout, MODELS[name])
         for rank, (recorded, predicted) in enumerate(four.run(two_counts, text)):
             assert recorded and predicted == recorded, (name, layout, rank)
+
+
+def compiled_counts(text: str) -> tuple[dict[str, int], dict[str, int]]:
+    """`two_counts` with the compiler that partitions as inductor does and generates no code."""
+    compile = torch.compile
+    quick = lambda function, **options: compile(function, **options | {"backend": "aot_eager"})  # noqa: E731
+    with mock.patch.object(torch, "compile", quick):
+        return two_counts(text)
+
+
+def test_bytes_sent_by_compiled_blocks_match_prediction(four, tmp_path):
+    """They are recomputed as a whole, with a layer's last sum, which others leave out."""
+    recomputed = "dp2 tp2 ac:full"
+    sums = {}
+    for compile in (False, True):
+        text = recipe_text(tmp_path, recomputed, {"train_compile": compile})
+        for recorded, predicted in four.run(compiled_counts, text):
+            assert recorded and predicted == recorded, compile
+            sums[compile] = recorded["mlp.output"]
+    assert sums[True] > sums[False]
 
 
 def test_bytes_sent_match_prediction_on_every_axis(four, tmp_path):

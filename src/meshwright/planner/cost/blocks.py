@@ -132,30 +132,34 @@ def list_kernels(operators: Iterable[Operator]) -> list[Operation]:
 def _recomputed_operations(batch: MicroBatch, layer: list[Operation], mixed: bool) -> Iterator[Operation]:
     """Yield the forward kernels of a layer that activation checkpointing runs again in the backward. layer: all kernels
     of the layer; mixed: True if the layer's MLP is a mixture of experts."""
-    kind, engine, adapter = batch.layout.recompute, batch.engine, batch.config.adapter
+    kind, engine = batch.layout.recompute, batch.engine
     if kind == "none":
         return
     last = _last_product(batch, mixed) if engine.stops_early else None
     every_second = {"attention.qkv": batch.kv_heads / (batch.heads + 2 * batch.kv_heads), "attention.output": 1.0}
     every_second |= {"mlp.up": 0.5} if batch.config.gated else {}
-    low = adapter is not None and adapter.kind != "dora"
+    low = batch.config.adapter is not None and batch.config.adapter.kind != "dora"
     if any(one.name == f"{last}.adapter.b" for one in layer):  # it comes after the base's product
         last = f"{last}.adapter.b" if low else None
     for one in layer:
         if one.phase != "forward":
             continue
-        core, share = one.kind == "attention" or one.name in _CORE, every_second.get(one.name, False)
-        shares: dict[str, Number] = {  # of the kernel that is repeated; False: none
-            "core": core or one.name == "attention.dropout",
+        core = one.kind == "attention" or one.name in _CORE
+        share: Number = 1.0
+        if kind == "full":
+            wanted = one.name != last
+        elif engine.selective == "core":
+            wanted = core or one.name == "attention.dropout"
+        elif engine.selective == "elementwise":
             # The result of ring attention came over the wire: it is kept.
-            "elementwise": (core and not batch.ring) or one.kind == "elementwise"
-            or (low and one.name.endswith(".adapter.b")),
-            "up-projections": one.name.endswith(("norm", ".rotary", ".activation", "_up", "_up.cast")),
-            "every second product": share if one.kind == "product" else one.kind == "elementwise",
-        }  # fmt: skip
-        wanted = one.name != last if kind == "full" else shares[engine.selective]
-        if wanted is not False:
-            yield one._replace(phase="recompute", flops=wanted * one.flops, bytes=wanted * one.bytes)
+            wanted = (core and not batch.ring) or one.kind == "elementwise" or (low and one.name.endswith(".adapter.b"))
+        elif engine.selective == "up-projections":
+            wanted = one.name.endswith(("norm", ".rotary", ".activation", "_up", "_up.cast"))
+        else:  # every second product
+            wanted = one.kind == "elementwise" or (one.kind == "product" and one.name in every_second)
+            share = every_second[one.name] if wanted and one.kind == "product" else 1.0
+        if wanted:
+            yield one._replace(phase="recompute", flops=share * one.flops, bytes=share * one.bytes)
 
 
 def _last_product(batch: MicroBatch, mixed: bool) -> str | None:

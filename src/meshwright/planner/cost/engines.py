@@ -133,9 +133,12 @@ class Engine:
         """Return a copy of this engine for blocks compiled by torch.compile."""
         # bf16 logits are read for the maxima, for the sums, and read and written for the gradient; a copy.
         loss: dict[str, Any] = {"loss_bytes": min(self.loss_bytes, 12.0), "loss_holds": min(self.loss_holds, 8.0)}
-        # A compiled block is recomputed as a whole.
-        found = replace(self, fusion="compiled", stops_early=self.stops_early and self.name != "meshwright")
+        found = replace(self.recomputed_as_whole(), fusion="compiled")
         return replace(found, **loss) if self.compiles_loss else found
+
+    def recomputed_as_whole(self) -> Engine:
+        """Return this engine for compiled blocks, all of whose forward `meshwright` recomputes under `ac:full`."""
+        return replace(self, stops_early=False) if self.name == "meshwright" else self
 
     def overlapped(self, setting: str, device: str) -> Engine:
         """Return this engine with tensor-parallel products that overlap with their collectives, if a run of the engine
@@ -154,7 +157,7 @@ def choose_run_engine(tensor_overlap: str, device: str, compile: bool) -> Engine
     """Return the engine whose kernels and buffers a run has. tensor_overlap: `train.tensor_overlap`; device: "cpu" or
     "cuda"; compile: `train.compile`."""
     found = ENGINES["meshwright"].overlapped(tensor_overlap, device)
-    return replace(found, stops_early=False) if compile else found
+    return found.recomputed_as_whole() if compile else found
 
 
 def engine(name: str | Engine, *, compile: bool = False) -> Engine:
