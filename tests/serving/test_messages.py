@@ -1,4 +1,4 @@
-"""Messages between the processes of a server, over a socket pair."""
+"""Messages between the processes of a server, over a connection."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ from meshwright.errors import RankLost
 from meshwright.serving.messages import Channel, encode
 
 
+def connect_pair() -> tuple[socket.socket, socket.socket]:
+    """The two ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        return ours, listener.accept()[0]
+
+
 def test_message_is_received_whole_although_a_signal_interrupts_its_arrival():
-    ours, theirs = socket.socketpair()
+    ours, theirs = connect_pair()
     channel, message = Channel(ours), {"add": "x" * 1000}
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
 
@@ -38,7 +45,7 @@ def test_message_is_received_whole_although_a_signal_interrupts_its_arrival():
 
 
 def test_all_arrived_messages_are_received_in_order_and_a_closed_connection_is_a_lost_rank():
-    ours, theirs = socket.socketpair()
+    ours, theirs = connect_pair()
     channel, sent = Channel(ours), [{"number": number} for number in range(3)]
     assert channel.receive_ready(wait=False) == []
     theirs.sendall(b"".join(map(encode, sent)))

@@ -1,7 +1,6 @@
 """Messages between the front and the rank processes of a server: JSON objects behind a 4-byte big-endian length.
 
-They travel over a Unix socket in a private directory, or over TCP, where whoever connects proves that it knows a shared
-secret. Free of torch.
+They travel over TCP, and whoever connects proves that it knows a shared secret. Free of torch.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import asyncio
 import hashlib
 import hmac
 import json
-import os
 import secrets
 import select
 import socket
@@ -28,7 +26,7 @@ MAX_MESSAGE_BYTES = 2**28
 """Largest size of one message in bytes: above any accepted request, and far below what a corrupted length could be."""
 _NONCE_BYTES = _PROOF_BYTES = 32
 CONNECT_SECONDS = 60.0
-"""How long a rank tries to reach a listener that has not started yet."""
+"""Time limit for a connection and for the proof that its peer knows the secret."""
 
 Message = dict[str, Any]
 
@@ -53,33 +51,25 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         """Wrap a connected socket."""
         connection.setblocking(True)
-        if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
 
     @classmethod
     def connect(cls, address: str, secret: str) -> Channel:
-        """Connect to the listener at `address`, `unix:PATH` or `tcp:HOST:PORT`, and prove knowledge of `secret`.
-
-        Retries for `CONNECT_SECONDS`, because the listener may start later, then raises RankLost.
-        """
-        deadline = time.monotonic() + CONNECT_SECONDS
-        while True:
-            try:
-                connection = _connect_socket(address)
-                break
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    raise RankLost(f"nothing listens at {address}: {error}") from error
-                time.sleep(0.02)
-        channel = cls(connection)
+        """Connect to the listener at `address`, `HOST:PORT`, and prove knowledge of `secret`. Raises RankLost if
+        nothing listens there."""
+        host, _, port = address.rpartition(":")
+        try:
+            channel = cls(socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS))
+        except OSError as error:
+            raise RankLost(f"nothing listens at {address}: {error}") from error
         channel._socket.sendall(_sign_nonce(secret, channel._read_exactly(_NONCE_BYTES)))
         return channel
 
     @property
     def own_address(self) -> str:
-        """IP address of this machine on the connection, at which other ranks can reach it; "" for a Unix socket."""
-        return "" if self._socket.family == socket.AF_UNIX else str(self._socket.getsockname()[0])
+        """IP address of this machine on the connection, at which other ranks can reach it."""
+        return str(self._socket.getsockname()[0])
 
     def send(self, data: bytes) -> None:
         """Send one message. data: the message as encoded by `encode`, which is separate so that one encoding can be
@@ -122,29 +112,21 @@ class Channel:
 
 class Listener:
     """Listening socket of the front (the process of the HTTP server), or of a replica's first rank, to which the
-    replica's other ranks connect. Attribute `address`: `unix:PATH` or `tcp:HOST:PORT`, for `Channel.connect`.
+    replica's other ranks connect. Attribute `address`: `HOST:PORT`, for `Channel.connect`.
 
-    directory: private directory of the Unix socket; None: listen on a free TCP port of `host` instead. name: start of
-    the Unix socket's file name. secret: shared secret that each connecting process must prove to know. Raises UserError
-    if this machine does not have the address `host`.
+    host: name or address of this machine on which to listen, on a free TCP port. secret: shared secret that each
+    connecting process must prove to know. Raises UserError if this machine does not have the address `host`.
     """
 
-    def __init__(self, directory: str | None, name: str, secret: str, host: str = "") -> None:
+    def __init__(self, host: str, secret: str) -> None:
         """Open the listening socket; arguments: see the class."""
         self._secret = secret
-        if directory is not None:
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            path = os.path.join(directory, f"{name}-{os.getpid()}")
-            self._socket.bind(path)
-            self.address = f"unix:{path}"
-        else:
-            try:
-                family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-                self._socket = socket.create_server((host, 0), family=family)
-            except OSError as error:
-                raise UserError(f"cannot listen on {host}, where ranks are to meet: {error}") from None
-            self.address = f"tcp:{host}:{self._socket.getsockname()[1]}"
-        self._socket.listen()
+        try:
+            family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+            self._socket = socket.create_server((host, 0), family=family)
+        except OSError as error:
+            raise UserError(f"cannot listen on {host}, where ranks are to meet: {error}") from None
+        self.address = f"{host}:{self._socket.getsockname()[1]}"
 
     async def serve(
         self, answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -162,8 +144,7 @@ class Listener:
                 if hmac.compare_digest(proof, _sign_nonce(self._secret, nonce)):
                     await answer(reader, writer)
 
-        start = asyncio.start_unix_server if self.address.startswith("unix:") else asyncio.start_server
-        return await start(check, sock=self._socket, limit=2**24)
+        return await asyncio.start_server(check, sock=self._socket, limit=2**24)
 
     def accept(self, seconds: float) -> Channel:
         """Wait for the next connection whose peer proves knowledge of the secret, and return it. Raises RankLost after
@@ -206,18 +187,3 @@ def _parse_size(header: bytes) -> int:
     if size > MAX_MESSAGE_BYTES:
         raise RankLost(f"a message of {size:,} bytes on a connection of the server: at most {MAX_MESSAGE_BYTES:,}")
     return size
-
-
-def _connect_socket(address: str) -> socket.socket:
-    """Return a socket connected to `address`, `unix:PATH` or `tcp:HOST:PORT`."""
-    kind, _, where = address.partition(":")
-    if kind == "unix":
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            connection.connect(where)
-        except OSError:
-            connection.close()
-            raise
-        return connection
-    host, _, port = where.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import queue
-import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from meshwright.comm.local import find_socket_parent
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.launcher.device import read_device_memory
@@ -125,17 +123,16 @@ def run_on_ranks(
         vocabulary = read_decoder_config(directory).vocabulary
         for request in requests:
             request.check(vocabulary, limits.max_length)
-        with tempfile.TemporaryDirectory(prefix="meshwright-ranks-", dir=find_socket_parent()) as sockets:
-            plan = RankPlan(
-                str(directory.resolve()), str(layout), dtype, limits, choose_threads(layout.world_size), sockets,
-                _STEP_SECONDS, instruction_set=instruction_set,
-            )  # fmt: skip
-            replicas = Replicas(plan, LocalStarter())
-            try:
-                await replicas.start()
-                await asyncio.gather(*(follow(replicas, replicas.submit(request)) for request in requests))
-            finally:
-                await replicas.close()
+        plan = RankPlan(
+            str(directory.resolve()), str(layout), dtype, limits, choose_threads(layout.world_size), _STEP_SECONDS,
+            instruction_set=instruction_set,
+        )  # fmt: skip
+        replicas = Replicas(plan, LocalStarter())
+        try:
+            await replicas.start()
+            await asyncio.gather(*(follow(replicas, replicas.submit(request)) for request in requests))
+        finally:
+            await replicas.close()
 
     loop = asyncio.new_event_loop()  # of a thread, as the caller may have a running one
     work = loop.create_task(run())

@@ -36,7 +36,6 @@ class RankPlan:
         dtype: Dtype of parameters and KV cache.
         limits: Largest step (tokens, sequences) and KV pool, for which each rank allocates memory.
         threads: Kernel threads of each rank.
-        directory: Private directory for Unix sockets; None: TCP instead.
         step_seconds: Time limit of a step in seconds, after which the replica counts as lost; higher for steps that are
             predicted to be long.
         device: "cpu" or "cuda" (one GPU for each rank of a machine), or "auto": ranks that torchrun or SLURM started
@@ -57,7 +56,6 @@ class RankPlan:
     dtype: str
     limits: StepLimits
     threads: int = 1
-    directory: str | None = None
     step_seconds: float = 60.0
     device: str = "cpu"
     batch_invariant: bool = False

@@ -74,18 +74,18 @@ def serve_mesh(plan: RankPlan, mesh: Mesh, replica: int) -> None:
     peers = mesh.tp.size * mesh.pp.size
     rank = mesh.pp.rank * mesh.tp.size + mesh.tp.rank
     front = Channel.connect(plan.front, plan.secret)
-    listener = None
-    if rank == 0 and peers > 1:
-        listener = Listener(plan.directory, f"replica-{replica}", plan.secret, front.own_address)
     gc.freeze()  # a full collection would look through all modules, for 0.1 s between two tokens
-    who = {"replica": replica, "rank": rank, "start": plan.start, "pid": os.getpid()}
-    leader = listener.address if listener else None
-    front.send(encode({"hello": {**who, "leader": leader, "seconds": seconds, **engine.properties()}}))
-    if rank:
-        _run_follower(engine, Channel.connect(front.receive()["leader"], plan.secret))
-        return
-    followers = [listener.accept(plan.step_seconds) for _ in range(peers - 1)] if listener else []
-    if listener:
+    who = {"replica": replica, "rank": rank, "start": plan.start, "pid": os.getpid(), "seconds": seconds}
+    front.send(encode({"hello": who | engine.properties()}))
+    followers = []
+    if peers > 1:
+        listener = None if rank else Listener(front.own_address, plan.secret)
+        leaders: list[tuple[int, str] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(leaders, listener and (replica, listener.address))
+        if listener is None:
+            _run_follower(engine, Channel.connect(dict(filter(None, leaders))[replica], plan.secret))
+            return
+        followers = [listener.accept(plan.step_seconds) for _ in range(peers - 1)]
         listener.close()
     front.send(encode({"ready": engine.report()}))
     _run_leader(engine, front, followers)

@@ -102,7 +102,6 @@ class Replica:
         groups: Number of pipeline groups of its sequences; a step computes one of them.
         streams: {request ID: stream} of its unfinished requests.
         peers: {rank: connection} of its ranks.
-        leader: Address at which its first rank listens for its other ranks; None before the first rank is connected.
         ready: True if it accepts requests.
         has_served: True if it has generated a token since its ranks were started.
         last_message: Time of the last message from its ranks, in seconds of `time.monotonic`.
@@ -136,7 +135,6 @@ class Replica:
         self.peers: dict[int, asyncio.StreamWriter] = {}
         self.cached_hashes: OrderedDict[bytes, None] = OrderedDict()
         self.report: dict[str, Any] = {}
-        self.leader: str | None = None
         self.lost: asyncio.Future[str] | None = None
         self.ready, self.has_served, self.ready_since = False, False, math.inf
         self.last_message, self.sent = 0.0, 0

@@ -49,17 +49,16 @@ class Replicas:
     """All replicas (data-parallel copies of the model) of a server, in the front (the HTTP server's process): runs its
     requests, starts the rank processes, and restarts lost ones. Methods are called on the event loop's thread.
 
-    plan: settings of the ranks. starter: starts the ranks of a replica. limits: limits on the queue. host: address to
-    listen on for ranks of other nodes; used if the plan has no socket directory. log: called with one line for each
-    loss and restart."""
+    plan: settings of the ranks. starter: starts the ranks of a replica. limits: limits on the queue. host: address of
+    this machine at which ranks reach it. log: called with one line for each loss and restart."""
 
     def __init__(
         self, plan: RankPlan, starter: LocalStarter | JoinedStarter, *, limits: QueueLimits | None = None,
-        host: str = "", log: Callable[[str], None] = lambda line: None,
+        host: str = "127.0.0.1", log: Callable[[str], None] = lambda line: None,
     ) -> None:  # fmt: skip
         """Create the replicas of the plan's layout, without starting their ranks; arguments: see the class."""
         layout = Layout.parse(plan.layout)
-        self.plan, self._ranks, self._host = plan, layout.with_(dp=1).world_size, host
+        self.plan, self._host = plan, host
         self.hellos: dict[tuple[int, int], dict[str, Any]] = {}  # first message of each rank, by (replica, rank)
         self.failure: MeshwrightError | None = None
         self._starter, self._limits, self._log = starter, limits or QueueLimits(), log
@@ -173,7 +172,7 @@ class Replicas:
     async def start(self) -> None:
         """Start all ranks and wait until every replica is ready. If a replica cannot start, raises its error, such as
         `UserError`; call `close` in that case, too."""
-        listener = messages.Listener(self.plan.directory, "front", self.plan.secret, self._host)
+        listener = messages.Listener(self._host, self.plan.secret)
         self._server = await listener.serve(self._listen_to_rank)
         self.plan = replace(self.plan, front=listener.address)
         self._tasks = [asyncio.create_task(self._supervise(replica)) for replica in self._replicas]
@@ -320,11 +319,6 @@ class Replicas:
             return
         self.hellos[replica.index, hello["rank"]] = hello
         replica.peers[hello["rank"]] = writer
-        replica.leader = hello["leader"] or replica.leader
-        if replica.leader is not None and len(replica.peers) == self._ranks:
-            for rank, follower in replica.peers.items():
-                if rank:
-                    follower.write(messages.encode({"leader": replica.leader}))
 
     def _make_ready(self, replica: Replica, report: dict[str, Any]) -> None:
         """Mark `replica` as ready, and send it the requests that waited. report: figures of its idle engine."""

@@ -7,7 +7,6 @@ import asyncio
 import gc
 import importlib.util
 import signal
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, Unpack
 
 from meshwright.checkpoint import find_checkpoint
 from meshwright.collectives.quantities import GIB
-from meshwright.comm.local import PRELOADED_TO_SERVE, find_socket_parent, start_server
+from meshwright.comm.local import PRELOADED_TO_SERVE, start_server
 from meshwright.errors import Terminated, UserError
 from meshwright.kernels.choice import prepare_kernels
 from meshwright.launcher import rendezvous
@@ -149,12 +148,8 @@ def serve(
     listener = open_socket(options.get("host", "127.0.0.1"), options.get("port", 8000))
     model = _prepare_kernels(model, phases)  # it may compile, which signals end as long as none is deferred
     name = options.get("served_model_name") or Path(path).resolve().name
-    with (
-        StopSignals() as signals,
-        closing(listener),
-        tempfile.TemporaryDirectory(prefix="meshwright-serve-", dir=find_socket_parent()) as directory,
-    ):
-        replicas = _make_replicas(model, directory, options, log)
+    with StopSignals() as signals, closing(listener):
+        replicas = _make_replicas(model, options, log)
 
         async def run() -> int:
             """Start and serve until a signal; return the number of unfinished requests."""
@@ -276,22 +271,22 @@ def _prepare_kernels(model: _Settings, phases: _StartupTimer) -> _Settings:
     return replace(model, ledger=ledger, kernels=(instruction_set, reason))
 
 
-def _make_replicas(model: _Settings, directory: str, options: ServeOptions, log: Callable[[str], None]) -> Replicas:
-    """Create the server's replicas, without starting their ranks. model: checked settings. directory: private directory
-    for Unix sockets. options, log: arguments of `serve`."""
+def _make_replicas(model: _Settings, options: ServeOptions, log: Callable[[str], None]) -> Replicas:
+    """Create the server's replicas, without starting their ranks. model: checked settings. options, log: arguments of
+    `serve`."""
     info = model.info
     plan = RankPlan(
         str(model.checkpoint.resolve()), str(model.layout), model.dtype, make_step_limits(model.ledger),
-        model.ledger.sizes.threads, directory if info is None else None,
-        options.get("step_seconds", 60.0), model.device if info is None else options.get("device", "auto"),
+        model.ledger.sizes.threads, options.get("step_seconds", 60.0),
+        model.device if info is None else options.get("device", "auto"),
         options.get("batch_invariant", False), *model.kernels,
     )  # fmt: skip
     given: dict[str, Any] = {"requests": options.get("queue_requests"), "seconds": options.get("queue_seconds")}
     limits = QueueLimits(**{name: value for name, value in given.items() if value is not None})
-    starter, host = (
-        (LocalStarter(), "") if info is None else (JoinedStarter(), rendezvous.parse_host_and_port(info.method)[0])
-    )
-    return Replicas(plan, starter, limits=limits, host=host, log=log)
+    if info is None:
+        return Replicas(plan, LocalStarter(), limits=limits, log=log)
+    host = rendezvous.parse_host_and_port(info.method)[0]
+    return Replicas(plan, JoinedStarter(), limits=limits, host=host, log=log)
 
 
 async def _start_ranks(model: _Settings, replicas: Replicas, phases: _StartupTimer) -> Prompts:
