@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import threading
@@ -554,6 +555,15 @@ def test_body_beyond_its_limits_is_refused(http: httpx.Client, served: tuple[Fak
     assert all((b"\r\nretry-after: 1\r\n" in head) == (b" 429 " in head) for head in heads)
     assert answers == {b"HTTP/1.1 408 Request Timeout", b"HTTP/1.1 429 Too Many Requests"}
     assert http.post("/v1/completions", json={"prompt": "x"}).is_success
+
+
+def test_compressed_body_is_refused_by_the_name_of_its_header(http: httpx.Client):
+    headers = {"content-encoding": "gzip", "content-type": "application/json"}
+    answer = http.post("/v1/completions", content=gzip.compress(b'{"prompt": "x"}'), headers=headers)
+    assert answer.status_code == 415
+    error = answer.json()["error"]
+    assert error["code"] == "content_encoding" and "Content-Encoding 'gzip'" in error["message"]
+    assert http.post("/v1/completions", json={"prompt": "x"}, headers={"content-encoding": "identity"}).is_success
 
 
 # --- streams and clients

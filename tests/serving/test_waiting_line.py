@@ -188,6 +188,18 @@ def test_delayed_step_lengthens_retry_after_but_refuses_nobody(line: WaitingLine
     assert refusal is not None and refusal.retry_after_seconds == 1.25 * 20.0
 
 
+def test_limit_on_seconds_concerns_wait_of_the_first_choice_and_not_service(line: WaitingLine):
+    """A request of 6 choices on a server that admits one sequence each 50 s, with a limit of 120 s."""
+
+    def refuse(waiting: int) -> Refusal | None:
+        queue = QueueForecast(waiting, partial(repeat, 1, waiting), 12, lambda count: 50.0 * count)
+        return line.admit(Ticket(b"a"), 6, 6, queue)
+
+    assert refuse(6 - 2) is None  # 2 of its choices start immediately, the last one in 200 s
+    assert refuse(6 + 1) is None  # its first choice is the second in the queue, and waits for 100 s
+    assert refuse(6 + 2) == Refusal("seconds", 1.25 * (3 * 50.0 - 120.0))
+
+
 def test_due_client_refused_for_tokens_gets_same_retry_after(line: WaitingLine, clock: Clock):
     """Three prompts of 40 tokens must leave before one of 70 fits, and the queue is searched twice for a due client."""
     for clock.now in (0.0, 3.75):

@@ -123,11 +123,15 @@ class BodyReader:
     async def read(self, request: Request) -> bytes:
         """Read and return the whole body of a request; its bytes count towards `HttpSettings.all_body_bytes`, the limit
         on all bodies in memory, until the caller calls `release`. Raises ApiError if a limit on size or time is
-        exceeded, or for an Upgrade header; starlette's ClientDisconnect if the client is gone."""
+        exceeded, for an Upgrade header and for a compressed body; starlette's ClientDisconnect if the client is
+        gone."""
         settings, body = self._settings, bytearray()
         if "upgrade" in request.headers and "upgrade" in request.headers.get("connection", "").lower():
             # The HTTP parser would treat the body as data of the other protocol.
             raise ApiError(400, "only HTTP/1.1 is supported: do not send an Upgrade header", code="upgrade")
+        if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+            message = f"Content-Encoding {encoding[:100]!r} is not supported: send the body without compression"
+            raise ApiError(415, message, code="content_encoding")
         try:
             async with asyncio.timeout(settings.body_seconds):
                 async for part in request.stream():

@@ -29,6 +29,7 @@ _BODY_ERRORS = {
     "400": "A field, named by `param`, is invalid or not supported",
     "408": "The body did not arrive in time, or the answer was not finished within `timeout`",
     "413": "The body is too large",
+    "415": "The body is compressed: it has a Content-Encoding",
 }
 _GENERATION_ERRORS = {"500": "The model computes NaN or infinite logits: `invalid_logits`"}
 

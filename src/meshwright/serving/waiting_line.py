@@ -71,7 +71,7 @@ class Ticket:
 class QueueLimits:
     """Limits on the requests that wait in the queues of all replicas together. requests: maximum number of waiting
     requests. tokens: maximum number of prompt tokens of requests that have no generated token yet. seconds: longest
-    predicted wait of a new request."""
+    predicted wait of a new HTTP request until the first of its sequences is admitted."""
 
     requests: int = 512
     tokens: int = 1_000_000
@@ -174,9 +174,10 @@ class WaitingLine:
         # A place that is due may be its own even at a first attempt: some clients do not count attempts.
         place = next((each for each in same if not ticket.first_attempt or now >= each.due - EARLY_SECONDS), None)
         due = place is not None and now >= place.due - EARLY_SECONDS
-        reason, seconds = self._find_limit(queue, tokens, 0.0 if due else self._count_expected_before(place))
+        own = max(1, requests), tokens
+        reason, seconds = self._find_limit(queue, *own, 0.0 if due else self._count_expected_before(place))
         if due and reason:  # the engine is slower than predicted: places before it come first
-            _, seconds = self._find_limit(queue, tokens, self._count_expected_before(place))
+            _, seconds = self._find_limit(queue, *own, self._count_expected_before(place))
         if place is not None and due and (reason or requests):
             place.returned = True
         if not reason:
@@ -201,13 +202,14 @@ class WaitingLine:
             self._set_expected(place, True)
         return Refusal(reason, min(wait, LONGEST_SECONDS))
 
-    def _find_limit(self, queue: QueueForecast, tokens: int, ahead: float) -> tuple[str, float]:
+    def _find_limit(self, queue: QueueForecast, requests: int, tokens: int, ahead: float) -> tuple[str, float]:
         """Find the limit in `QueueLimits` that the queue would exceed with a new HTTP request. Return (name of the
         limit, predicted seconds until the request could be queued); ("", 0.0) if no limit would be exceeded. A request
-        with more tokens than the limit is queued if no other request waits.
+        with more tokens than the limit is queued if no other request waits. The limit on seconds concerns the wait of
+        the first of its engine requests: how long the others take is no reason to refuse it.
 
-        queue: state of the queue with the new HTTP request. tokens: its prompt tokens. ahead: expected number of engine
-        requests of clients in the waiting line that come before it."""
+        queue: state of the queue with the new HTTP request. requests, tokens: its engine requests and prompt tokens.
+        ahead: expected number of engine requests of clients in the waiting line that come before it."""
         if queue.waiting <= 0:
             return "", 0.0
         over = math.ceil(queue.waiting + ahead) - self._limits.requests
@@ -219,7 +221,8 @@ class WaitingLine:
             over = max(over, 1 + sum(1 for _ in itertools.takewhile(lambda each: each < excess, freed)))
         if reason:
             return reason, queue.predict(over)
-        seconds = queue.predict(math.ceil(queue.waiting + ahead)) - self._limits.seconds
+        first = math.ceil(queue.waiting + ahead) - requests + 1
+        seconds = queue.predict(first) - self._limits.seconds if first > 0 else 0.0
         return ("seconds", seconds) if seconds > 0 else ("", 0.0)
 
     def _count_expected_before(self, place: _Place | None) -> float:
