@@ -13,10 +13,11 @@ from meshwright.layout import Layout
 from meshwright.planner.serving.device_ledger import CONTEXT_BYTES
 from meshwright.planner.serving.ledger import ServingSizes, serving_ledger
 from meshwright.planner.serving.torch_ledger import torch_ledger
-from meshwright.serving.memory import DEFAULT_POOL, StepSettings, parse_memory, plan_memory
+from meshwright.serving.memory import DEFAULT_POOL, parse_memory, plan_memory
 from meshwright.spec.presets import preset
 
 GIB = 2**30
+BFLOAT16 = ServingSizes(dtype="bfloat16")
 HOST = HostMemory(16 * GIB, 12 * GIB, "control group")
 
 
@@ -48,39 +49,41 @@ def test_invalid_memory_sizes_are_refused(text: str, reason: str):
 
 def test_kv_pool_has_default_bound_and_fills_given_memory():
     config = preset("llama-3.2-1b")
-    ledger = plan_memory(config, Layout(), "bfloat16", max_length=4096, hosts=[HOST])
+    ledger = plan_memory(config, Layout(), BFLOAT16, max_length=4096, hosts=[HOST])
     assert ledger.blocks == DEFAULT_POOL // ledger.kv_block
-    ledger = plan_memory(config, Layout(), "bfloat16", "0.75", 8192, hosts=[HOST])
+    ledger = plan_memory(config, Layout(), BFLOAT16, "0.75", 8192, hosts=[HOST])
     assert ledger.total <= 12 * GIB < ledger.total + ledger.kv_block
-    tiny = plan_memory(preset("llama-tiny"), Layout(), "float32", "0.75", 64, steps=StepSettings(64, 4), hosts=[HOST])
+    tiny = plan_memory(preset("llama-tiny"), Layout(), ServingSizes(64, 4), "0.75", 64, hosts=[HOST])
     assert tiny.blocks == 2 * 4 * 4  # twice what four sequences hold
 
 
 def test_memory_on_gpus_is_bounded_by_gpu_memory_only():
     config, host = preset("llama-3.2-1b"), HostMemory(80 * GIB, 78 * GIB, GPU)
-    ledger = plan_memory(config, Layout(), "bfloat16", "0.9", 4096, hosts=[host])
+    ledger = plan_memory(config, Layout(), BFLOAT16, "0.9", 4096, hosts=[host])
     assert ledger.total <= 72 * GIB < ledger.total + ledger.kv_block or ledger.blocks == 2 * 64 * 256
     assert ledger.front == 0 and ledger.stages[0].slack > CONTEXT_BYTES
-    pair = plan_memory(config, Layout(tp=2), "bfloat16", "0.9", 4096, hosts=[host, host])
+    pair = plan_memory(config, Layout(tp=2), BFLOAT16, "0.9", 4096, hosts=[host, host])
     assert pair.items()["slack"] == 2 * pair.stages[0].slack
     smaller = HostMemory(40 * GIB, 38 * GIB, GPU)
     for layout, hosts in ((Layout(pp=2), [host, host]), (Layout(tp=2), [host, smaller])):
-        ledger = plan_memory(config, layout, "bfloat16", "0.9", 131072, steps=StepSettings(512, 512), hosts=hosts)
+        ledger = plan_memory(
+            config, layout, replace(BFLOAT16, token_budget=512, max_sequences=512), "0.9", 131072, hosts=hosts
+        )
         least = 0.9 * min(each.total for each in hosts)
         taken = [stage.fixed + ledger.blocks * stage.kv_block for stage in ledger.stages]
         assert max(taken) <= least < max(taken) + max(stage.kv_block for stage in ledger.stages)
     with pytest.raises(UserError, match="of the GPU's 80.00 GiB"):
-        plan_memory(config, Layout(), "bfloat16", "79GiB", 4096, hosts=[host])
+        plan_memory(config, Layout(), BFLOAT16, "79GiB", 4096, hosts=[host])
 
 
 def test_memory_without_kernels_is_that_of_plain_torch():
     config, layout = preset("llama-3.2-1b"), Layout()
-    sizes = ServingSizes(StepSettings().tokens, 64, 4096, "bfloat16")
+    sizes = replace(BFLOAT16, max_length=4096)
     plan = partial(plan_memory, config, layout, max_length=4096, hosts=[HOST])
     for ledger, expected in (
-        (plan("bfloat16"), serving_ledger(config, layout, sizes)),
-        (plan("bfloat16", steps=StepSettings(compiled=False)), torch_ledger(config, layout, sizes)),
-        (plan("float16"), torch_ledger(config, layout, replace(sizes, dtype="float16"))),
+        (plan(BFLOAT16), serving_ledger(config, layout, sizes)),
+        (plan(BFLOAT16, compiled=False), torch_ledger(config, layout, sizes)),
+        (plan(replace(BFLOAT16, dtype="float16")), torch_ledger(config, layout, replace(sizes, dtype="float16"))),
     ):
         assert ledger.stages == expected.stages and ledger.total <= 0.9 * HOST.total
     assert serving_ledger(config, layout, sizes).stages != torch_ledger(config, layout, sizes).stages
@@ -89,12 +92,12 @@ def test_memory_without_kernels_is_that_of_plain_torch():
 def test_default_length_is_largest_that_fits():
     config = preset("llama-3.1-8b")
     host = HostMemory(18 * GIB, 18 * GIB, "machine")
-    ledger = plan_memory(config, Layout(), "bfloat16", "1", hosts=[host])
+    ledger = plan_memory(config, Layout(), BFLOAT16, "1", hosts=[host])
     assert 16 <= ledger.sizes.max_length < config.max_positions
     assert ledger.blocks >= ledger.blocks_of_longest
     with pytest.raises(UserError, match="does not fit"):
-        plan_memory(config, Layout(), "bfloat16", "1", 131072, hosts=[host])
+        plan_memory(config, Layout(), BFLOAT16, "1", 131072, hosts=[host])
     with pytest.raises(UserError, match="1 to 131072"):
-        plan_memory(config, Layout(), "bfloat16", "1", 131073, hosts=[host])
+        plan_memory(config, Layout(), BFLOAT16, "1", 131073, hosts=[host])
     with pytest.raises(UserError, match="--max-sequences 0"):
-        plan_memory(config, Layout(), "bfloat16", steps=StepSettings(512, 0), hosts=[host])
+        plan_memory(config, Layout(), ServingSizes(512, 0), hosts=[host])

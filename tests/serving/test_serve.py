@@ -25,7 +25,6 @@ from meshwright.layout import Layout
 from meshwright.planner.serving.ledger import ServingSizes
 from meshwright.planner.serving.torch_ledger import torch_ledger
 from meshwright.serving import serve as serve_module
-from meshwright.serving.memory import StepSettings
 from meshwright.spec.config_json import config_from_path
 from tests.conftest import exhaustive
 from tests.forked_commands import ForkedCommand
@@ -210,7 +209,7 @@ def test_server_without_compiler_says_why_and_bills_plain_torch(stories: Path, t
         reason = "the processor is no x86-64 with AVX2"
     with running(stories, CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path)) as (process, ready):
         predicted, measured = ready["memory"]["predicted"], ready["memory"]["measured"]
-        sizes = ServingSizes(StepSettings().tokens, 64, 512, "float32")
+        sizes = ServingSizes(max_length=512)
         ledger = torch_ledger(config_from_path(stories), Layout(), sizes)
         items = ledger.items()
         assert (predicted["packed"], predicted["workspace"]) == (0, items["workspace"])

@@ -255,8 +255,8 @@ def _run_serve(
     maximum number of tokens of a prompt with its answer. Options that were not given are None. as_json: print JSON.
     """
     from meshwright.planner.models import model_of
-    from meshwright.planner.serving.ledger import bill_text, parse_dtype
-    from meshwright.serving.memory import DEFAULT_FRACTION, StepSettings, plan_memory
+    from meshwright.planner.serving.ledger import ServingSizes, bill_text, parse_dtype
+    from meshwright.serving.memory import DEFAULT_FRACTION, plan_memory
     from meshwright.spec.block_tables import BLOCK_TOKENS
     from meshwright.spec.refuse import serving_layout
     from meshwright.threads import choose_threads
@@ -269,8 +269,9 @@ def _run_serve(
         device, memory = machine
         gpus = _find_gpus(device or "auto", parsed.world_size, memory)
         memory = str(DEFAULT_FRACTION) if gpus and memory is None else memory
-        steps = StepSettings(threads=choose_threads(parsed.world_size))  # as `serve` does on this machine
-        ledger = plan_memory(config, parsed, parse_dtype(dtype), memory, max_length, steps=steps, hosts=gpus or None)
+        threads = choose_threads(parsed.world_size)  # as `serve` does on this machine
+        sizes = ServingSizes(dtype=parse_dtype(dtype), threads=threads)
+        ledger = plan_memory(config, parsed, sizes, memory, max_length, hosts=gpus or None)
         document = ledger.to_json_dict()
         ranks = parsed.world_size
         lines = [

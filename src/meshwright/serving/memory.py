@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from meshwright.collectives.quantities import GIB
 from meshwright.errors import UserError
@@ -22,19 +21,6 @@ from meshwright.spec.config import ModelConfig
 DEFAULT_FRACTION = 0.9
 DEFAULT_POOL = 4 * 2**30
 """Maximum number of bytes of KV blocks without `--memory`, so that by default a server does not fill a machine."""
-
-
-class StepSettings(NamedTuple):
-    """Maximum size of one engine step (one forward pass of the batch), for the prediction of the memory that it takes.
-
-    tokens: maximum number of tokens of a step, by default 512 of prompts and one of each sequence. sequences: maximum
-    number of sequences of a step. compiled: True if compiled CPU kernels compute the step (where they support the
-    dtype), False if plain torch computes it; no effect on GPUs. threads: kernel threads of each rank."""
-
-    tokens: int = 576
-    sequences: int = 64
-    compiled: bool = True
-    threads: int = 1
 
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9}
@@ -68,38 +54,40 @@ def parse_memory(text: str, host: HostMemory) -> int:
 
 
 def plan_memory(
-    config: ModelConfig, layout: Layout, dtype: str, memory: str | None = None, max_length: int | None = None, *,
-    steps: StepSettings | None = None, hosts: Sequence[HostMemory] | None = None,
+    config: ModelConfig, layout: Layout, sizes: ServingSizes, memory: str | None = None, max_length: int | None = None,
+    *, compiled: bool = True, hosts: Sequence[HostMemory] | None = None,
 ) -> ServingLedger:  # fmt: skip
     """Return the predicted memory of a server by item (a ledger), with as many KV blocks as fit.
 
     Args:
         config: Configuration of the model.
         layout: Layout for serving, checked by `spec.refuse.serving_layout`.
-        dtype: Dtype of parameters and KV cache.
+        sizes: Sizes of a step, dtype of parameters and KV cache, and threads; `max_length` is taken from below.
         memory: Value of `--memory`; None: 0.9, with at most `DEFAULT_POOL` bytes of KV blocks.
         max_length: Maximum number of tokens of a sequence; None: the model's positions, or fewer if they do not fit.
-        steps: Maximum size of the steps, and whether compiled kernels compute them; None: the defaults.
+        compiled: True if compiled CPU kernels compute the steps (where they support the dtype), False if plain torch
+            computes them; no effect on GPUs.
         hosts: Memory of each machine, or of each rank's GPU; None: this machine.
 
     Raises:
         UserError: One request of `max_length` tokens does not fit, or a number is out of range.
     """
-    steps, hosts = steps or StepSettings(), hosts or [HostMemory.read()]
+    hosts = hosts or [HostMemory.read()]
     budgets = [parse_memory(str(DEFAULT_FRACTION) if memory is None else memory, host) for host in hosts]
     budget = sum(budgets)
-    for option, number in (("--token-budget", steps.tokens), ("--max-sequences", steps.sequences)):
+    for option, number in (("--token-budget", sizes.token_budget), ("--max-sequences", sizes.max_sequences)):
         if number < 1:
             raise UserError(f"{option} {number}: should be 1 or more")
-    if steps.sequences > steps.tokens:
-        raise UserError(f"--max-sequences {steps.sequences}: should be at most the --token-budget of {steps.tokens}")
-    if steps.sequences < layout.pp:
-        raise UserError(f"--max-sequences {steps.sequences}: should be at least pp{layout.pp}, a sequence per stage")
+    sequences, budgeted = sizes.max_sequences, sizes.token_budget
+    if sequences > budgeted:
+        raise UserError(f"--max-sequences {sequences}: should be at most the --token-budget of {budgeted}")
+    if sequences < layout.pp:
+        raise UserError(f"--max-sequences {sequences}: should be at least pp{layout.pp}, a sequence per stage")
     if max_length is not None and not 1 <= max_length <= config.max_positions:
         raise UserError(f"--max-length {max_length}: should be 1 to {config.max_positions}, the model's positions")
-    sizes = ServingSizes(steps.tokens, steps.sequences, max_length or config.max_positions, dtype, steps.threads)
+    sizes = replace(sizes, max_length=max_length or config.max_positions)
     on_gpus = all(host.source == GPU for host in hosts)
-    on_cpu = serving_ledger if steps.compiled and dtype in KERNEL_DTYPES else torch_ledger
+    on_cpu = serving_ledger if compiled and sizes.dtype in KERNEL_DTYPES else torch_ledger
     predict = device_ledger if on_gpus else on_cpu
     ledger = predict(config, layout, sizes)
     # More than twice what all sequences of a step can hold would be of little use even as a prefix cache.

@@ -14,6 +14,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.launcher.device import read_device_memory
 from meshwright.layout import Layout
+from meshwright.planner.serving.ledger import ServingSizes
 from meshwright.serving.engine import Engine
 from meshwright.serving.memory import make_step_limits, plan_memory
 from meshwright.serving.pipeline_engine import build_engine
@@ -36,7 +37,8 @@ def plan_offline(directory: Path, layout: Layout, dtype: str, device: str = "cpu
     device: "cpu" or "cuda". Raises UserError if one sequence does not fit in memory, or the model is an encoder.
     """
     hosts = [read_device_memory()] if device == "cuda" else None
-    return make_step_limits(plan_memory(read_decoder_config(directory), layout, dtype, hosts=hosts), resident=False)
+    sizes = ServingSizes(dtype=dtype)
+    return make_step_limits(plan_memory(read_decoder_config(directory), layout, sizes, hosts=hosts), resident=False)
 
 
 def build_offline_engine(

@@ -28,8 +28,8 @@ from meshwright.launcher.host_memory import HostMemory
 from meshwright.launcher.signals import StopSignals
 from meshwright.layout import Layout
 from meshwright.names import check_options
-from meshwright.planner.serving.ledger import ServingLedger, bill_text, parse_dtype
-from meshwright.serving.memory import DEFAULT_FRACTION, StepSettings, make_step_limits, plan_memory
+from meshwright.planner.serving.ledger import ServingLedger, ServingSizes, bill_text, parse_dtype
+from meshwright.serving.memory import DEFAULT_FRACTION, make_step_limits, plan_memory
 from meshwright.serving.rank_starter import JoinedStarter, LocalStarter, RankPlan
 from meshwright.serving.replicas import Replicas
 from meshwright.serving.waiting_line import QueueLimits
@@ -125,31 +125,31 @@ def serve(
         meshwright.errors.UserError: layout "pp9": pp9 makes 9 stages, but the model has 2 layers: some would be empty
     """
     check_options(serve, options, ServeOptions)
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     prepare_process()  # before torch is loaded, here or in a rank
     phases = _StartupTimer(log)
     info = rendezvous.read_rendezvous_info() if rendezvous.is_started_by_others() else None
     if info is not None and info.rank > 0:
         from meshwright.serving.ranks import serve_joined
 
-        serve_joined(None, options.get("device", "auto"))
+        serve_joined(None, given.get("device", "auto"))
         return
     if info is None:
         start_server(PRELOADED_TO_SERVE)  # it loads torch meanwhile
-    model = _check_model(Path(path), str(layout), info, options, log)
+    model = _check_model(Path(path), str(layout), info, given, log)
     import uvloop
 
     from meshwright.serving.gate import HttpSettings, check_origins, read_api_keys
     from meshwright.serving.http import HttpApp
     from meshwright.serving.http_server import open_socket, raise_open_file_limit, serve_http, wait_for_signals
 
-    file = options.get("api_key_file")
-    keys = [] if file is None else read_api_keys(Path(file))
-    origins = check_origins(options.get("cors_origins", ()))
-    listener = open_socket(options.get("host", "127.0.0.1"), options.get("port", 8000))
+    keys = read_api_keys(Path(given["api_key_file"])) if "api_key_file" in given else ()
+    origins = check_origins(given.get("cors_origins", ()))
+    listener = open_socket(given.get("host", "127.0.0.1"), given.get("port", 8000))
     model = _prepare_kernels(model, phases)  # it may compile, which signals end as long as none is deferred
-    name = options.get("served_model_name") or Path(path).resolve().name
+    name = given.get("served_model_name") or Path(path).resolve().name
     with StopSignals() as signals, closing(listener):
-        replicas = _make_replicas(model, options, log)
+        replicas = _make_replicas(model, given, log)
 
         async def run() -> int:
             """Start and serve until a signal; return the number of unfinished requests."""
@@ -170,14 +170,15 @@ def serve(
                 gc.freeze()  # a full collection would look through all modules, for 0.1 s without an answer
                 phases.end("HTTP started")
                 log(f"ready at {url} after {seconds:.2f} s")
+                about = replicas.properties
                 on_ready(
                     {
-                        "url": url, "model": name, "layout": replicas.properties["layout"], "dtype": model.dtype,
-                        "kv_blocks": model.ledger.blocks, "memory": _describe_memory(model.ledger, replicas),
-                        "seconds_to_ready": seconds, "ranks": replicas.rank_processes,
+                        "url": url, "model": name, "layout": about["layout"], "dtype": about["dtype"],
+                        "kv_blocks": about["kv_blocks"], "memory": _describe_memory(model.ledger, replicas),
+                        "seconds_to_ready": seconds, "ranks": about["ranks"],
                     }
                 )  # fmt: skip
-                return await serve_http(app, listener, replicas, signals, options.get("drain_seconds", 60.0))
+                return await serve_http(app, listener, replicas, signals, given.get("drain_seconds", 60.0))
             finally:
                 starting.cancel()
                 await asyncio.gather(starting, return_exceptions=True)
@@ -207,16 +208,13 @@ class _StartupTimer:
 class _Settings:
     """Checked settings of a server.
 
-    checkpoint: model directory. config: configuration of the model. layout: layout of all ranks. dtype: dtype of
-    parameters and KV cache. ledger: predicted memory, with the number of KV blocks that fit. info: rank and rendezvous
-    of this process if torchrun or SLURM started one process per rank, else None. device: "cpu" or "cuda". plan:
-    `plan_memory` with all arguments bound; a call with other `steps` predicts the memory for these. kernels:
-    (instruction set, reason for plain torch) of CPU ranks, from `prepare_kernels`."""
+    checkpoint: model directory. config: configuration of the model. ledger: predicted memory, with layout, sizes and
+    the number of KV blocks that fit. info: rank and rendezvous of this process if torchrun or SLURM started one process
+    per rank, else None. device: "cpu" or "cuda". plan: `plan_memory` with all arguments bound except `compiled`.
+    kernels: (instruction set, reason for plain torch) of CPU ranks, from `prepare_kernels`."""
 
     checkpoint: Path
     config: ModelConfig
-    layout: Layout
-    dtype: str
     ledger: ServingLedger
     info: rendezvous.RendezvousInfo | None
     device: str
@@ -225,7 +223,7 @@ class _Settings:
 
 
 def _check_model(
-    path: Path, layout: str, info: rendezvous.RendezvousInfo | None, options: ServeOptions, log: Callable[[str], None]
+    path: Path, layout: str, info: rendezvous.RendezvousInfo | None, options: dict[str, Any], log: Callable[[str], None]
 ) -> _Settings:
     """Check everything that can be checked without loading the weights, and return the checked settings. path, layout,
     options, log: arguments of `serve`. info: rank of this process if torchrun or SLURM started one process per rank,
@@ -234,27 +232,25 @@ def _check_model(
         raise UserError(f'serving needs {", ".join(missing)}: run pip install "meshwright[serve]"')
     checkpoint = find_checkpoint(path, log, check_hashes=False)
     config = config_from_path(checkpoint)
-    reading, dtype, hosts = serving_layout(layout, config), parse_dtype(options.get("dtype")), 1
+    reading, hosts = serving_layout(layout, config), 1
     if info is not None:
         rendezvous.check_world_size(info, reading)
         hosts = info.ranks // (info.host_ranks or info.ranks)
-    budget = options.get("token_budget")
-    budget = StepSettings().tokens if budget is None else budget
-    sequences = options.get("max_sequences")
-    sequences = min(StepSettings().sequences, budget) if sequences is None else sequences
+    budget = options.get("token_budget", ServingSizes().token_budget)
+    sequences = options.get("max_sequences", min(ServingSizes().max_sequences, budget))
     threads = options.get("threads") or choose_threads(reading.world_size // hosts)
-    steps = StepSettings(budget, sequences, threads=threads)
+    sizes = ServingSizes(budget, sequences, dtype=parse_dtype(options.get("dtype")), threads=threads)
     gpus = choose_rank_devices(options.get("device", "auto"), reading.world_size // hosts)
-    memory = str(DEFAULT_FRACTION) if gpus and options.get("memory") is None else options.get("memory")
+    memory = options.get("memory", str(DEFAULT_FRACTION) if gpus else None)
     machines = (gpus or [HostMemory.read()]) * hosts  # those of one job have the same memory
-    plan = partial(plan_memory, config, reading, dtype, memory, options.get("max_length"), steps=steps, hosts=machines)
+    plan = partial(plan_memory, config, reading, sizes, memory, options.get("max_length"), hosts=machines)
     ledger = plan()
     if info is not None:
         log("one lost rank ends this server, as torchrun or SLURM started the ranks; running streams end with it")
     if gpus and options.get("device", "auto") == "auto":
         several = "; serving has run on one GPU, not on several yet" if reading.world_size > 1 else ""
         log(f"--device auto has found a GPU for each rank{several} (--device cpu serves without)")
-    return _Settings(checkpoint, config, reading, dtype, ledger, info, "cuda" if gpus else "cpu", plan)
+    return _Settings(checkpoint, config, ledger, info, "cuda" if gpus else "cpu", plan)
 
 
 def _prepare_kernels(model: _Settings, phases: _StartupTimer) -> _Settings:
@@ -265,24 +261,24 @@ def _prepare_kernels(model: _Settings, phases: _StartupTimer) -> _Settings:
     model: checked settings of the server. phases: logger of durations."""
     if model.device != "cpu":
         return model
-    instruction_set, reason = prepare_kernels(model.dtype, model.layout, phases.log)
+    instruction_set, reason = prepare_kernels(model.ledger.sizes.dtype, model.ledger.layout, phases.log)
     phases.end("settings checked" if reason else f"settings checked, {instruction_set} kernels ready")
-    ledger = model.plan(steps=model.plan.keywords["steps"]._replace(compiled=False)) if reason else model.ledger
+    ledger = model.plan(compiled=False) if reason else model.ledger
     return replace(model, ledger=ledger, kernels=(instruction_set, reason))
 
 
-def _make_replicas(model: _Settings, options: ServeOptions, log: Callable[[str], None]) -> Replicas:
+def _make_replicas(model: _Settings, options: dict[str, Any], log: Callable[[str], None]) -> Replicas:
     """Create the server's replicas, without starting their ranks. model: checked settings. options, log: arguments of
     `serve`."""
-    info = model.info
+    info, ledger = model.info, model.ledger
     plan = RankPlan(
-        str(model.checkpoint.resolve()), str(model.layout), model.dtype, make_step_limits(model.ledger),
-        model.ledger.sizes.threads, options.get("step_seconds", 60.0),
+        str(model.checkpoint.resolve()), str(ledger.layout), ledger.sizes.dtype, make_step_limits(ledger),
+        ledger.sizes.threads, options.get("step_seconds", 60.0),
         model.device if info is None else options.get("device", "auto"),
         options.get("batch_invariant", False), *model.kernels,
     )  # fmt: skip
-    given: dict[str, Any] = {"requests": options.get("queue_requests"), "seconds": options.get("queue_seconds")}
-    limits = QueueLimits(**{name: value for name, value in given.items() if value is not None})
+    prefix = "queue_"  # of the options that are limits of the queue
+    limits = QueueLimits(**{name.removeprefix(prefix): each for name, each in options.items() if prefix in name})
     if info is None:
         return Replicas(plan, LocalStarter(), limits=limits, log=log)
     host = rendezvous.parse_host_and_port(info.method)[0]
@@ -313,7 +309,7 @@ async def _start_ranks(model: _Settings, replicas: Replicas, phases: _StartupTim
         )
 
     prompts, _ = await asyncio.gather(asyncio.wrap_future(run_in_daemon_thread(load, "load")), start())
-    ledger, each = model.ledger, " a replica" if model.layout.dp > 1 else ""
+    ledger, each = model.ledger, " a replica" if model.ledger.layout.dp > 1 else ""
     phases.log(
         f"memory: {ledger.blocks} KV blocks of 16 tokens on each rank, for {ledger.concurrency:.1f} sequences of "
         f"{ledger.sizes.max_length} tokens{each}"

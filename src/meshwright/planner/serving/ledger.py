@@ -51,17 +51,17 @@ class ServingSizes:
     """Limits for which a server allocates memory.
 
     Attributes:
-        token_budget: Most tokens of a step over all sequences.
+        token_budget: Most tokens of a step over all sequences, by default 512 of prompts and one of each sequence.
         max_sequences: Most sequences of a step.
-        max_length: Most tokens of a sequence.
+        max_length: Most tokens of a sequence; 0: not known yet.
         dtype: Type of parameters and KV cache, a key of `ITEM_BYTES` such as "bfloat16".
         threads: Kernel threads of a rank on a CPU.
     """
 
-    token_budget: int
-    max_sequences: int
-    max_length: int
-    dtype: str
+    token_budget: int = 576
+    max_sequences: int = 64
+    max_length: int = 0
+    dtype: str = "float32"
     threads: int = 1
 
     @property
