@@ -79,8 +79,9 @@ def test_invalid_request_is_refused(fields: dict, message: str):
 
 def test_request_beyond_model_limits_is_refused():
     request = Request("a", (1, 49), Sampling(max_tokens=8))
-    request.check(50, 10)
+    request.check_vocabulary(50)
+    request.check_length(10)
     with pytest.raises(UserError, match="token ID 49 should be less than 49"):
-        request.check(49, 10)
+        request.check_vocabulary(49)
     with pytest.raises(UserError, match=r"prompt of 2 tokens \+ max_tokens 8: should be at most 9 tokens"):
-        request.check(50, 9)
+        request.check_length(9)

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from meshwright.data.tokenizers.detokenizer import IncrementalDetokenizer
-from meshwright.serving.text import AnswerText
+from meshwright.serving.choices import AnswerText
 from tests.data.fallback_tokenizer import fallback_tokenizer
 
 

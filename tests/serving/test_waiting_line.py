@@ -6,8 +6,6 @@ import heapq
 import random
 import statistics
 from collections.abc import Callable
-from functools import partial
-from itertools import repeat
 
 import pytest
 
@@ -51,7 +49,7 @@ class Engine:
         asked = max(1, choices)
         waiting = self.queued + asked - (PLACES - len(self.running))
         if self.with_line:
-            queue = QueueForecast(waiting, partial(repeat, 64, self.queued), 64 * (self.queued + asked), self.predict)
+            queue = QueueForecast(waiting, [64] * self.queued, 64 * (self.queued + asked), self.predict)
             return self.line.admit(Ticket(key), choices, 64 * asked, queue)
         return Refusal("requests", self.predict(waiting - LIMIT)) if waiting > LIMIT else None
 
@@ -130,7 +128,7 @@ def line(clock: Clock) -> WaitingLine:
 def ask(line: WaitingLine, key: bytes, waiting: int = 9, first: bool = False, tokens: int = 9) -> float | None:
     """Ask for a request with `waiting` waiting ones, itself included, one of which is admitted each second. Return its
     `Retry-After` in seconds, None if it was admitted."""
-    queue = QueueForecast(waiting, partial(repeat, tokens // max(1, waiting), waiting - 1), tokens, float)
+    queue = QueueForecast(waiting, [tokens // max(1, waiting)] * (waiting - 1), tokens, float)
     refusal = line.admit(Ticket(key, first_attempt=first), 1, tokens // max(1, waiting), queue)
     return None if refusal is None else refusal.retry_after_seconds
 
@@ -167,9 +165,7 @@ def test_all_choices_of_refused_request_are_reserved(line: WaitingLine, clock: C
         clock.now, queued = float(second), queued - 1
         if due <= second:
             for choices in (0, 4):  # as the server asks: before and after the request has been parsed
-                queue = QueueForecast(
-                    queued + max(1, choices), partial(repeat, 1, queued), queued + max(1, choices), float
-                )
+                queue = QueueForecast(queued + max(1, choices), [1] * queued, queued + max(1, choices), float)
                 refusal = line.admit(Ticket(b"four"), choices, 4, queue)
                 if refusal is not None:
                     due = second + refusal.retry_after_seconds
@@ -183,8 +179,8 @@ def test_all_choices_of_refused_request_are_reserved(line: WaitingLine, clock: C
 
 def test_delayed_step_lengthens_retry_after_but_refuses_nobody(line: WaitingLine):
     """A limit of 120 predicted seconds, and a step that takes 200 s already."""
-    assert line.admit(Ticket(b"a"), 1, 9, QueueForecast(8, partial(repeat, 1, 7), 8, float, delay=200.0)) is None
-    refusal = line.admit(Ticket(b"b"), 1, 9, QueueForecast(9, partial(repeat, 1, 8), 9, float, delay=20.0))
+    assert line.admit(Ticket(b"a"), 1, 9, QueueForecast(8, [1] * 7, 8, float, delay=200.0)) is None
+    refusal = line.admit(Ticket(b"b"), 1, 9, QueueForecast(9, [1] * 8, 9, float, delay=20.0))
     assert refusal is not None and refusal.retry_after_seconds == 1.25 * 20.0
 
 
@@ -192,7 +188,7 @@ def test_limit_on_seconds_concerns_wait_of_the_first_choice_and_not_service(line
     """A request of 6 choices on a server that admits one sequence each 50 s, with a limit of 120 s."""
 
     def refuse(waiting: int) -> Refusal | None:
-        queue = QueueForecast(waiting, partial(repeat, 1, waiting), 12, lambda count: 50.0 * count)
+        queue = QueueForecast(waiting, [1] * waiting, 12, lambda count: 50.0 * count)
         return line.admit(Ticket(b"a"), 6, 6, queue)
 
     assert refuse(6 - 2) is None  # 2 of its choices start immediately, the last one in 200 s
@@ -203,15 +199,15 @@ def test_limit_on_seconds_concerns_wait_of_the_first_choice_and_not_service(line
 def test_due_client_refused_for_tokens_gets_same_retry_after(line: WaitingLine, clock: Clock):
     """Three prompts of 40 tokens must leave before one of 70 fits, and the queue is searched twice for a due client."""
     for clock.now in (0.0, 3.75):
-        refusal = line.admit(Ticket(b"a"), 1, 70, QueueForecast(4, partial(repeat, 40, 3), 190, float))
+        refusal = line.admit(Ticket(b"a"), 1, 70, QueueForecast(4, [40] * 3, 190, float))
         assert refusal == Refusal("tokens", 1.25 * 3)
 
 
 def test_request_of_more_tokens_than_the_limit_waits_for_an_empty_queue(line: WaitingLine, clock: Clock):
-    queue = QueueForecast(4, partial(repeat, 40, 2), 380, float)
+    queue = QueueForecast(4, [40] * 2, 380, float)
     assert line.admit(Ticket(b"a"), 2, 300, queue) == Refusal("tokens", 1.25 * 2)
     clock.now = 2.5
-    assert line.admit(Ticket(b"a"), 2, 300, QueueForecast(2, partial(repeat, 40, 0), 300, float)) is None
+    assert line.admit(Ticket(b"a"), 2, 300, QueueForecast(2, [40] * 0, 300, float)) is None
 
 
 def test_returning_client_is_counted_when_it_would_be_late(line: WaitingLine, clock: Clock):

@@ -40,7 +40,7 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request. Raises UserError if it has a token ID outside the vocabulary, or needs more tokens than the
         KV pool or `max_length` allows."""
-        request.check(self.runner.config.vocabulary, request.max_total_tokens)
+        request.check_vocabulary(self.runner.config.vocabulary)
         self.scheduler.add(request)
 
     def cancel(self, request_id: str) -> Output | None:

@@ -124,7 +124,8 @@ def run_on_ranks(
         limits = plan_offline(directory, layout, dtype)
         vocabulary = read_decoder_config(directory).vocabulary
         for request in requests:
-            request.check(vocabulary, limits.max_length)
+            request.check_vocabulary(vocabulary)
+            request.check_length(limits.max_length)
         plan = RankPlan(
             str(directory.resolve()), str(layout), dtype, limits, choose_threads(layout.world_size), _STEP_SECONDS,
             instruction_set=instruction_set,

@@ -8,7 +8,6 @@ import os
 import secrets
 import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +16,7 @@ from pydantic_core import to_json
 
 from meshwright.comm.local import LocalRanks
 from meshwright.errors import RankLost
+from meshwright.launcher.daemon_thread import run_in_daemon_thread
 from meshwright.layout import Layout
 from meshwright.serving.step_limits import StepLimits
 from meshwright.threads import build_child_environment
@@ -85,8 +85,7 @@ class LocalStarter:
         settings of the ranks."""
         count = Layout.parse(plan.layout).with_(dp=1).world_size
         ranks = LocalRanks(count, threads=plan.threads, timeout=plan.collective_seconds, backend=BACKENDS[plan.device])
-        pool = ThreadPoolExecutor(1, "ranks")
-        call = pool.submit(ranks.run, SERVE_RANK, plan, replica, timeout=math.inf)
+        call = run_in_daemon_thread(partial(ranks.run, SERVE_RANK, plan, replica, timeout=math.inf), "ranks")
         try:
             await asyncio.wrap_future(call)
         finally:
@@ -95,7 +94,6 @@ class LocalStarter:
                     with suppress(ProcessLookupError):
                         os.kill(process, signal.SIGKILL)
                 await asyncio.sleep(0.01)
-            pool.shutdown()
             ranks.close()
 
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -66,7 +66,6 @@ class Replicas:
         self._replicas = [Replica(index, plan.limits.max_sequences, layout.pp) for index in range(layout.dp)]
         self._streams: dict[str, Stream] = {}
         self._outputs = TypeAdapter(Output)
-        self._queued_tokens = 0  # of the prompts of streams that have no token yet
         self._parked: list[Stream] = []  # waiting until a replica is ready
         self._tasks: list[asyncio.Task[None]] = []
         self._server: asyncio.Server | None = None
@@ -115,17 +114,14 @@ class Replicas:
         if waiting <= 0 and not (requests and self._line.outstanding):
             return None
         asked = sum(len(request.tokens) for request in requests)
-
-        def prompts() -> Iterator[int]:
-            """Iterate over the numbers of prompt tokens of the queued requests."""
-            return (len(stream.request.tokens) for stream in self._streams.values() if not stream.tokens)
+        prompts = [len(stream.request.tokens) for stream in self._streams.values() if not stream.tokens]
 
         def predict(count: int) -> float:
             """Return the predicted seconds until `count` requests have left the queue; 1 if no replica is ready."""
             return min((replica.predict_wait(-(-count // len(ready))) for replica in ready), default=1.0)
 
         delay = min((replica.delay for replica in ready), default=0.0)
-        queue = QueueForecast(waiting, prompts, self._queued_tokens + max(1, asked), predict, delay)
+        queue = QueueForecast(waiting, prompts, sum(prompts) + max(1, asked), predict, delay)
         return self._line.admit(ticket, len(requests), asked or ticket.tokens, queue)
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
@@ -133,7 +129,6 @@ class Replicas:
         reason."""
         assert request.id not in self._streams, request.id
         stream = self._streams[request.id] = Stream(request)
-        self._queued_tokens += len(request.tokens)
         if request.deadline is not None:
             left = max(0.0, request.deadline - time.time())
             stream.deadline = asyncio.get_running_loop().call_later(left, self._end_request, request.id, "timeout")
@@ -340,8 +335,6 @@ class Replicas:
         for document in message["outputs"]:
             stream = replica.streams.get(document["request_id"])
             if stream is not None:  # else it was cancelled
-                if document["results"] and not stream.tokens:
-                    self._queued_tokens -= len(stream.request.tokens)
                 stream.put(self._outputs.validate_python(document))
                 if stream.ended:
                     self._remove_request(stream)
@@ -376,8 +369,7 @@ class Replicas:
 
     def _remove_request(self, stream: Stream) -> None:
         """Remove all references to the request of `stream`, which has ended, and cancel its deadline timer."""
-        if self._streams.pop(stream.request.id, None) is not None and not stream.tokens:
-            self._queued_tokens -= len(stream.request.tokens)
+        self._streams.pop(stream.request.id, None)
         if stream.replica is not None:
             stream.replica.streams.pop(stream.request.id, None)
         with contextlib.suppress(ValueError):

@@ -57,16 +57,18 @@ class Request:
         """Number of tokens of the prompt plus `max_tokens`."""
         return len(self.tokens) + self.sampling.max_tokens
 
-    def check(self, vocabulary: int, max_length: int) -> None:
-        """Raise UserError if a token ID is not in [0, vocabulary), or if prompt and `max_tokens` together exceed
-        `max_length` tokens."""
-        if (highest := max(self.tokens)) >= vocabulary:
-            raise UserError(f"prompt: token ID {highest} should be less than {vocabulary}, the model's vocabulary")
-        self.sampling.check_vocabulary(vocabulary)
-        if self.max_total_tokens > max_length:
+    def check_vocabulary(self, size: int) -> None:
+        """Raise UserError if a token ID is outside a vocabulary of `size` tokens."""
+        if (highest := max(self.tokens)) >= size:
+            raise UserError(f"prompt: token ID {highest} should be less than {size}, the model's vocabulary")
+        self.sampling.check_vocabulary(size)
+
+    def check_length(self, most: int) -> None:
+        """Raise UserError if prompt and `max_tokens` together exceed `most` tokens."""
+        if self.max_total_tokens > most:
             raise UserError(
                 f"prompt of {len(self.tokens)} tokens + max_tokens {self.sampling.max_tokens}: should be at most "
-                f"{max_length} tokens together"
+                f"{most} tokens together"
             )
 
 

@@ -107,12 +107,10 @@ class Scheduler:
             raise UserError(f"request ID {request.id} is in use: should be unique among unfinished requests")
         limits = self._limits
         sequence = Sequence(request, self.windows, limits.token_budget)
-        if request.max_total_tokens > limits.max_length or sum(sequence.most_blocks) > self.pool.size:
+        most = limits.max_length
+        if sum(sequence.most_blocks) > self.pool.size:
             most = max_sequence_tokens(self.pool.size, self.windows, limits.token_budget, limits.max_length)
-            raise UserError(
-                f"prompt of {len(request.tokens)} tokens + max_tokens {request.sampling.max_tokens}: should be at most "
-                f"{most} tokens together"
-            )
+        request.check_length(most)
         self._requests[request.id] = sequence
         insort(self._queue, sequence, key=lambda each: each.request.priority)
 

@@ -14,7 +14,7 @@ import itertools
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 MAX_PLACES = 4096
@@ -85,8 +85,7 @@ class QueueForecast:
     Attributes:
         waiting: Number of engine requests that would wait, the requests of the new HTTP request included; 0 or less if
             all could run at once.
-        prompts: Function that returns the number of prompt tokens of each queued request, from the head, without the
-            new request.
+        prompts: Number of prompt tokens of each queued request, from the head, without the new request.
         tokens: Number of prompt tokens of all queued requests, the new request included.
         predict: Function (count) -> predicted seconds until the first `count` requests of the queue have been admitted.
         delay: Seconds by which the engine's present step is late. The delay lengthens `Retry-After`, but does not count
@@ -94,7 +93,7 @@ class QueueForecast:
     """
 
     waiting: int
-    prompts: Callable[[], Iterable[int]]
+    prompts: Sequence[int]
     tokens: int
     predict: Callable[[int], float]
     delay: float = 0.0
@@ -217,7 +216,7 @@ class WaitingLine:
         excess = queue.tokens + ahead * self._tokens / max(1, len(self._numbers)) - max(tokens, self._limits.tokens)
         if excess > 0:
             reason = reason or "tokens"
-            freed = itertools.accumulate(queue.prompts())
+            freed = itertools.accumulate(queue.prompts)
             over = max(over, 1 + sum(1 for _ in itertools.takewhile(lambda each: each < excess, freed)))
         if reason:
             return reason, queue.predict(over)

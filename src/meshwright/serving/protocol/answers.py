@@ -65,14 +65,14 @@ class AnswerFormatter:
         return self._prompts.get_token_text(token)
 
 
-class OpenAIFormatter(AnswerFormatter):
-    """Base class of the formatters of OpenAI's completions and chat completions.
+class CompletionFormatter(AnswerFormatter):
+    """Formatter of the responses of OpenAI's `/v1/completions`, and base class of that of chat completions.
 
     body: body of the request. prompts: tokenizer. names: fields of the response: `id` of the request, `model`, and
     `seed` of the random draws."""
 
-    prefix = ""  # of the response's ID
-    kind = chunk_kind = ""  # `object` of a whole response and of an event
+    prefix = "cmpl"  # of the response's ID
+    kind = chunk_kind = "text_completion"  # `object` of a whole response and of an event
 
     def __init__(self, body: GenerationBody, prompts: Prompts, names: Mapping[str, Any]) -> None:
         """Store the arguments and the common fields of the response; see the class."""
@@ -130,16 +130,6 @@ class OpenAIFormatter(AnswerFormatter):
             for token, logprob in {result.token: result.logprob, **dict(top)}.items()
         }
 
-    def describe_text(self, text: str, whole: bool) -> dict[str, Any]:
-        """Return the JSON fields of a choice that hold its text. whole: True for a response without streaming, False
-        for an event of a stream."""
-        raise NotImplementedError
-
-    def describe_logprobs(self, tokens: Sequence[PlacedToken], count: int) -> dict[str, Any]:
-        """Return the `logprobs` object of a choice for `tokens`. count: number of most likely alternatives to report
-        for each token."""
-        raise NotImplementedError
-
     def _describe(self, choice: Choice, piece: Piece, whole: bool) -> dict[str, Any]:
         """Return the JSON object of a choice (an answer) with the text and tokens of `piece`. whole: True for a
         response without streaming, False for an event of a stream."""
@@ -156,12 +146,6 @@ class OpenAIFormatter(AnswerFormatter):
     def show_token(self, token: int) -> str:
         """Return a token's text as it is shown in log-probabilities, or `token_id:7` if the request asked for IDs."""
         return f"token_id:{token}" if self._body.return_tokens_as_token_ids else self._prompts.get_token_text(token)
-
-
-class CompletionFormatter(OpenAIFormatter):
-    """Formatter of the responses of OpenAI's `/v1/completions`."""
-
-    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def describe_text(self, text: str, whole: bool) -> dict[str, Any]:
         """Return {"text": text}, the JSON field of a choice that holds its text. whole: True for a response without
@@ -190,7 +174,7 @@ class CompletionFormatter(OpenAIFormatter):
         return described
 
 
-class ChatFormatter(OpenAIFormatter):
+class ChatFormatter(CompletionFormatter):
     """Formatter of the responses of OpenAI's `/v1/chat/completions`."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
