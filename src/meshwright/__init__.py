@@ -35,7 +35,7 @@ _MODULES = {
     "Tuning": "tuning.api",
     "Evaluation": "evaluation.api",
     "Model": "serving.api",
-    "Generation": "serving.generation",
+    "Generation": "serving.api",
     "Layout": "layout",
     "Recipe": "recipe",
     "MeshwrightError": "errors",

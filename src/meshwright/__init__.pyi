@@ -16,9 +16,9 @@ from meshwright.planner.api import plan as plan
 from meshwright.recipe import Recipe as Recipe
 from meshwright.schedules.api import schedule as schedule
 from meshwright.schedules.report import ScheduleReport as ScheduleReport
+from meshwright.serving.api import Generation as Generation
 from meshwright.serving.api import Model as Model
 from meshwright.serving.api import load as load
-from meshwright.serving.generation import Generation as Generation
 from meshwright.serving.serve import serve as serve
 from meshwright.training.api import Result as Result
 from meshwright.training.api import train as train

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models
 import meshwright as mw
 from meshwright.data.tokenizers.tokenizer import write_tokenizer
 from meshwright.errors import UserError
-from meshwright.serving.generation import Generation
+from meshwright.serving.api import Generation
 from meshwright.serving.protocol.bodies import CompletionBody, parse_body
 from meshwright.serving.protocol.jobs import build_job
 from meshwright.spec.presets import preset

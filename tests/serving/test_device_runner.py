@@ -29,9 +29,8 @@ from meshwright.model.transformer import Transformer
 from meshwright.planner.serving.device_ledger import CONTEXT_BYTES, SPLIT_COLUMNS, device_ledger
 from meshwright.planner.serving.ledger import RankLedger, ServingSizes
 from meshwright.serving.device_runner import DeviceRunner, StepSizes
-from meshwright.serving.engine import Engine, build_scheduler
+from meshwright.serving.engine import Engine, PipelineEngine, build_scheduler
 from meshwright.serving.offline import run_requests
-from meshwright.serving.pipeline_engine import PipelineEngine
 from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Request
 from meshwright.serving.runner import build_runner

@@ -13,8 +13,7 @@ from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.program.pipeline import Kind
-from meshwright.serving.engine import Engine
-from meshwright.serving.pipeline_engine import PipelineEngine, derive_steady_state
+from meshwright.serving.engine import Engine, PipelineEngine, derive_steady_state
 from meshwright.serving.request import Request
 from meshwright.serving.sampling import Sampling
 from meshwright.serving.scheduler import Scheduler, StepBatch

@@ -1,18 +1,55 @@
-"""Serving engine of one rank: each step schedules a batch, runs the model, samples tokens and records the results."""
+"""Serving engine of one rank: each step schedules a batch, runs the model, samples tokens and records the results.
+
+In a pipeline of N stages the sequences are in N groups that rotate through the stages. In slot k all ranks schedule a
+batch of group k mod N, and stage s computes the batch of slot k - s. The tokens that the last stage samples travel back
+through all stages; each records them in its scheduler before it schedules that group again. This is 1F1B
+(`schedules/synchronous.py`) with the return of the tokens in place of the backward pass; the 1F1B program is checked,
+and its steady state (all stages busy) is executed.
+
+Shapes: T tokens of a batch, H hidden, R rows of logits.
+"""
 
 from __future__ import annotations
 
+import socket
 import time
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import torch
+from pydantic import TypeAdapter
+from pydantic_core import to_json
+
+from meshwright.comm.collectives import transfer
+from meshwright.comm.handle import Handle
+from meshwright.comm.mesh import Mesh
+from meshwright.comm.transport import Message
+from meshwright.errors import UserError
+from meshwright.kernels.build import list_supported_instruction_sets
+from meshwright.kernels.choice import INSTRUCTION_SET_VARIABLE, PLAIN_TORCH
+from meshwright.program.check_pipeline import check_pipeline
+from meshwright.program.pipeline import Kind
+from meshwright.schedules.synchronous import one_f_one_b
+from meshwright.schedules.transfers import with_transfers
 from meshwright.serving.device_logits import DeviceLogits
 from meshwright.serving.logit_rows import StepOutput
+from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Output, Request
-from meshwright.serving.runner import Runner
+from meshwright.serving.runner import Runner, build_runner
+from meshwright.serving.sampling import TokenResult
 from meshwright.serving.scheduler import Scheduler, StepBatch, sample_batch
 from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.block_tables import block_tables
 from meshwright.spec.config import ModelConfig
+
+HIDDEN_SITE, TOKENS_SITE = "serving.hidden", "serving.tokens"
+_FIRST_BYTES = 4096
+"""Size of the first message with token results in bytes; the rest follows in a second one."""
+_RESULTS = TypeAdapter(list[TokenResult])
+
+Group = tuple[tuple[Kind, int], ...]
+"""Steps that are posted together, each with its batch counted from the slot's."""
 
 
 class Engine:
@@ -103,8 +140,175 @@ class Engine:
         return {**about, "memory": runner.memory()}
 
 
+def derive_steady_state(stages: int, stage: int) -> tuple[Group, ...]:
+    """Return the actions of one pipeline rank in each slot (call of `PipelineEngine.step`) while all `stages` stages
+    are busy. They are the steady state of the training schedule 1F1B, where the return of a batch's sampled tokens
+    takes the place of the batch's backward. stage: index of the rank's stage.
+
+    The result is a tuple of groups in order; a group is a tuple of actions that are started together. An action is
+    (kind, offset) and applies to the batch that was scheduled in slot (present slot + offset). Kinds are FORWARD
+    (compute the batch), BACKWARD (record its sampled tokens), and sends and receives of hidden states or tokens.
+    """
+    program = with_transfers(one_f_one_b(stages, 6 * stages))
+    check_pipeline(program)
+    steps, groups = program.steps, list[list[tuple[Kind, int]]]()
+    for at in steps.of_rank(stage):
+        if not groups or steps.group[at] != steps.group[at - 1]:
+            groups.append([])
+        groups[-1].append((Kind(int(steps.kind[at])), int(steps.micro_batch[at])))
+    begins = {step[1]: place for place, group in enumerate(groups) for step in group if step[0] == Kind.FORWARD}
+
+    def period(batch: int) -> tuple[Group, ...]:
+        """Return the groups of steps that this stage executes from the forward of micro-batch number `batch` up to that
+        of the next one. Micro-batches in the result are numbered relative to the present slot, `batch` + `stage`."""
+        found = groups[begins[batch] : begins[batch + 1]]
+        return tuple(tuple(sorted((kind, number - batch - stage) for kind, number in group)) for group in found)
+
+    steady = period(3 * stages)
+    assert steady == period(3 * stages + 1), "1F1B repeats itself with every micro-batch"
+    return steady
+
+
+class PipelineEngine(Engine):
+    """Serving engine of one pipeline stage. The sequences are divided into as many groups as there are stages; in each
+    slot (one call of `step`), every stage computes the batch of a different group.
+
+    runner: computes this stage. scheduler: must have been built with as many groups as there are stages. mesh: gives
+    the axis pp."""
+
+    def __init__(self, runner: Runner, scheduler: Scheduler, mesh: Mesh) -> None:
+        """Derive the steady-state steps of this stage; arguments: see the class."""
+        super().__init__(runner, scheduler)
+        self._axis, self._stages, self._stage = mesh.pp, mesh.pp.size, mesh.pp.rank
+        self._order = derive_steady_state(self._stages, self._stage)
+        self._slot = 0
+        self._batches: dict[int, StepBatch | None] = {}  # by slot, until they are recorded
+        self._hidden: dict[int, torch.Tensor] = {}  # [T, H], received or to be sent
+        self._tokens: dict[int, torch.Tensor] = {}  # received results, encoded
+        self._results: dict[int, list[TokenResult]] = {}
+        self._pending: dict[tuple[Kind, int], Handle] = {}
+
+    @property
+    def idle(self) -> bool:
+        """True if every request has finished and no batch is in flight in any stage."""
+        return self.scheduler.idle and not any(self._batches.values())
+
+    def step(self) -> list[Output]:
+        """Run one slot of the pipeline, in three parts: schedule the next batch of one group of sequences; compute this
+        stage for the batch that has arrived here; record the sampled tokens of the batch whose tokens have come back
+        from the last stage. Return the outputs of this last batch."""
+        slot, self._last = self._slot, {}
+        self._batches[slot] = self.scheduler.schedule(slot % self._stages)
+        outputs: list[Output] = []
+        for group in self._order:
+            for kind, offset in group:
+                number = slot + offset
+                if (batch := self._batches.get(number)) is None:
+                    continue
+                if kind == Kind.FORWARD:
+                    self._compute(number, batch)
+                elif kind == Kind.BACKWARD:
+                    outputs = self._record_results(number, batch)
+                else:
+                    self._start_transfer(kind, number, batch)
+        self._batches.pop(slot - self._stages + 1, None)
+        self._slot += 1
+        return outputs
+
+    def _compute(self, number: int, batch: StepBatch) -> None:
+        """Run this rank's stage on `batch`, and store the resulting hidden states, which are sent to the next stage.
+        The last stage samples the batch's tokens instead. number: slot (call of `step`) in which the batch was
+        scheduled."""
+        hidden_TH = None
+        if self._stage > 0:
+            self._pending.pop((Kind.RECEIVE_FORWARD, number)).wait()
+            hidden_TH = self._hidden.pop(number).numpy()
+        found = self._run(batch, hidden=hidden_TH)
+        self._complete(batch, found)
+        if self._stage == self._stages - 1:
+            self._results[number] = sample_batch(batch, found)
+        else:
+            assert isinstance(found, np.ndarray)
+            self._hidden[number] = torch.from_numpy(found.copy())  # as the runner's next call overwrites it
+
+    def _record_results(self, number: int, batch: StepBatch) -> list[Output]:
+        """Record the sampled tokens of `batch` in this stage's scheduler; return the batch's outputs. The last stage
+        has sampled these tokens itself; any other stage first receives them from the next stage. number: slot (call of
+        `step`) in which the batch was scheduled."""
+        if self._stage < self._stages - 1 and len(batch.output_rows):
+            self._results[number] = self._receive_results(number)
+        results = self._results.get(number, [])
+        if self._stage == 0:
+            self._results.pop(number, None)
+        return self.scheduler.record_results(batch, results)
+
+    def _start_transfer(self, kind: Kind, number: int, batch: StepBatch) -> None:
+        """Start one send or receive for `batch`, and store its handle under (kind, number). kind: SEND_FORWARD or
+        RECEIVE_FORWARD for hidden states, which go to the next stage; SEND_BACKWARD or RECEIVE_BACKWARD for sampled
+        tokens, which go to the previous stage. number: slot (call of `step`) in which the batch was scheduled."""
+        if kind == Kind.RECEIVE_FORWARD:
+            tensors = [self._hidden.setdefault(number, torch.empty(len(batch.tokens), self.runner.config.hidden))]
+        elif kind == Kind.SEND_FORWARD:
+            tensors = [self._hidden.pop(number)]
+        elif len(batch.output_rows) == 0:
+            self._results.pop(number, None)  # the middle of a prompt: no tokens
+            return
+        elif kind == Kind.RECEIVE_BACKWARD:
+            tensors = [self._tokens.setdefault(number, torch.empty(_FIRST_BYTES, dtype=torch.uint8))]
+        else:
+            tensors = _encode_results(self._results.pop(number))
+        arrives = kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
+        forward = kind in (Kind.RECEIVE_FORWARD, Kind.SEND_FORWARD)
+        peer, site = self._stage + (-1 if arrives is forward else 1), HIDDEN_SITE if forward else TOKENS_SITE
+        if not arrives:
+            for key in [key for key in self._pending if key[0] == kind]:
+                self._pending.pop(key).wait()  # so that the buffers of earlier sends can be freed
+        messages = [Message(each, peer, arrives, site, f"{kind.name} {number}") for each in tensors]
+        *first, self._pending[kind, number] = transfer(messages, self._axis)
+        for handle in first:
+            handle.wait()
+
+    def _receive_results(self, number: int) -> list[TokenResult]:
+        """Wait for the sampled tokens of a batch from the next stage, and return them. number: slot (call of `step`) in
+        which the batch was scheduled."""
+        self._pending.pop((Kind.RECEIVE_BACKWARD, number)).wait()
+        data = self._tokens.pop(number).numpy().tobytes()
+        size, content = int.from_bytes(data[:8], "little"), data[8:]
+        if size > len(content):
+            rest = torch.empty(size - len(content), dtype=torch.uint8)
+            for handle in transfer([Message(rest, self._stage + 1, True, TOKENS_SITE, "rest")], self._axis):
+                handle.wait()
+            content += rest.numpy().tobytes()
+        return _RESULTS.validate_json(content[:size])
+
+
+def _encode_results(results: Sequence[TokenResult]) -> list[torch.Tensor]:
+    """Encode the sampled tokens `results` as uint8 tensors to send. The first tensor has a fixed size, which the
+    receiver knows; if the data do not fit into it, a second tensor has the rest."""
+    content = to_json(results)
+    data = (len(content).to_bytes(8, "little") + content).ljust(_FIRST_BYTES, b"\0")
+    parts = data[:_FIRST_BYTES], data[_FIRST_BYTES:]
+    return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts if part]
+
+
 def build_scheduler(config: ModelConfig, limits: StepLimits, groups: int = 1) -> Scheduler:
     """Create the scheduler for a model and the sizes in `limits`. config: model configuration, from which the sliding
     windows of the block tables follow. groups: number of pipeline stages. The sequences are divided into as many
     groups, and each step schedules one group."""
     return Scheduler(limits, block_tables(config, groups).windows, groups)
+
+
+def build_engine(plan: RankPlan, mesh: Mesh) -> Engine:
+    """Load this rank's part of a model and return its engine: a `PipelineEngine` if pp > 1. plan: settings of the
+    ranks. mesh: mesh of this rank. Raises UserError if the checkpoint is damaged or of an encoder, or if the kernels
+    cannot be built or this processor lacks the plan's instruction set."""
+    chosen, supported = plan.instruction_set, list_supported_instruction_sets()
+    if chosen not in (None, PLAIN_TORCH, *supported):
+        raise UserError(
+            f"rank {mesh.rank} on {socket.gethostname()} runs {', '.join(supported) or 'none of the kernels'}, but the "
+            f"server has chosen {chosen} for all ranks: run them on the same kind of processor, or set "
+            f"{INSTRUCTION_SET_VARIABLE} to what all of them run"
+        )
+    runner = build_runner(plan, mesh)
+    scheduler = build_scheduler(runner.config, plan.limits, groups=mesh.pp.size)
+    return Engine(runner, scheduler) if mesh.pp.size == 1 else PipelineEngine(runner, scheduler, mesh)

@@ -15,9 +15,8 @@ from meshwright.errors import UserError
 from meshwright.launcher.device import read_device_memory
 from meshwright.layout import Layout
 from meshwright.planner.serving.ledger import ServingSizes
-from meshwright.serving.engine import Engine
+from meshwright.serving.engine import Engine, build_engine
 from meshwright.serving.memory import make_step_limits, plan_memory
-from meshwright.serving.pipeline_engine import build_engine
 from meshwright.serving.rank_starter import LocalStarter, RankPlan
 from meshwright.serving.replicas import Replicas
 from meshwright.serving.request import Output, Request

@@ -64,7 +64,7 @@ class RankPlan:
     secret: str = field(default_factory=partial(secrets.token_hex, 32))
     front: str = ""
     start: int = 0
-    engine: str = "meshwright.serving.pipeline_engine:build_engine"
+    engine: str = "meshwright.serving.engine:build_engine"
 
     @property
     def collective_seconds(self) -> float:

@@ -7,12 +7,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from meshwright.data.tokenizers.prompts import Prompts
 from meshwright.serving.choices import Choice, StopRule
-from meshwright.serving.prompts import Prompts
-from meshwright.serving.protocol.answers import AnswerFormatter, ChatFormatter, CompletionFormatter
+from meshwright.serving.protocol.answers import AnswerFormatter, ChatFormatter, CompletionFormatter, LlamaFormatter
 from meshwright.serving.protocol.bodies import MAX_SEQUENCES, ChatBody, CompletionBody, GenerationBody, LlamaBody
 from meshwright.serving.protocol.errors import ApiError
-from meshwright.serving.protocol.llama_cpp import LlamaFormatter
 from meshwright.serving.request import Request
 from meshwright.serving.waiting_line import Ticket
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from meshwright.data.records.messages import Message
 from meshwright.data.records.template_inputs import Conversation
+from meshwright.data.tokenizers.prompts import Prompts
 from meshwright.errors import UserError
-from meshwright.serving.prompts import Prompts
+from tests.data.fallback_tokenizer import fallback_tokenizer
 from tests.serving.fake_engine import SAMPLE, make_prompts
 
 
@@ -23,14 +23,8 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Prompts:
 
 @pytest.fixture(scope="module")
 def sentencepiece() -> Prompts:
-    vocabulary = ["<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyz"]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, [], byte_fallback=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokenizer.add_special_tokens(["<s>"])
-    return Prompts(tokenizer, start=0, ends=[0], vocabulary=len(vocabulary), max_length=64)
+    tokenizer = fallback_tokenizer()
+    return Prompts(tokenizer, start=0, ends=[0], vocabulary=tokenizer.get_vocab_size(), max_length=64)
 
 
 def test_prompt_has_start_token_and_no_special_text(prompts: Prompts):
