@@ -35,12 +35,12 @@ from common import write_result
 from meshwright.comm.mesh import Mesh
 from meshwright.kernels.choice import load_kernels
 from meshwright.kernels.operations import Linear
+from meshwright.planner.serving.ledger import ServingSizes
 from meshwright.serving.engine import Engine, build_scheduler
 from meshwright.serving.native_runner import NativeRunner
 from meshwright.serving.request import Request
 from meshwright.serving.sampling import Sampling
 from meshwright.serving.scheduler import sample_batch
-from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.weights import RankWeights
 from serving_models import model_directory
 
@@ -149,7 +149,8 @@ def main() -> None:
         if kernels is None:
             raise SystemExit("no compiler")
         kernels.set_threads(arguments.threads)
-        limits = StepLimits(2048, 544, 32, 1024)  # 32 tokens of a step are reserved for decoding
+        # 32 tokens of a step are reserved for decoding.
+        limits = ServingSizes(544, 32, 1024, blocks=2048, scored_rows=0)
         mesh = Mesh.single(device="cpu")
         runner = NativeRunner(kernels, RankWeights(directory, mesh), mesh, dtype, limits)
         engine = Engine(runner, build_scheduler(runner.config, limits))

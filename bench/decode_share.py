@@ -33,12 +33,12 @@ from meshwright.comm.mesh import Mesh
 from meshwright.kernels.choice import open_kernels
 from meshwright.kernels.library import Kernels
 from meshwright.kernels.operations import Linear
+from meshwright.planner.serving.ledger import ServingSizes
 from meshwright.serving.engine import Engine, build_scheduler
 from meshwright.serving.native_runner import NativeRunner
 from meshwright.serving.request import Request
 from meshwright.serving.sampling import Sampling
 from meshwright.serving.scheduler import sample_batch
-from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.weights import RankWeights
 
 LAYERS = 3  # of a segment
@@ -109,7 +109,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     kernels, mesh = open_kernels(), Mesh.single(device="cpu")
     kernels.set_threads(arguments.threads)
-    limits = StepLimits(256, 512, 8, 2048)
+    limits = ServingSizes(512, 8, 2048, blocks=256, scored_rows=0)
     runner = NativeRunner(kernels, RankWeights(arguments.directory, mesh), mesh, arguments.dtype, limits)
     if runner.config.experts or runner.config.latent:
         parser.error(f"{arguments.directory}: a dense model without latent attention is needed")

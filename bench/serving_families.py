@@ -34,13 +34,13 @@ from meshwright.comm.mesh import Mesh
 from meshwright.kernels.choice import PLAIN_TORCH
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
+from meshwright.planner.serving.ledger import ServingSizes
 from meshwright.serving.engine import Engine, build_scheduler
 from meshwright.serving.offline import run_requests
 from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Request
 from meshwright.serving.runner import build_runner
 from meshwright.serving.sampling import Sampling
-from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.latent_attention import LatentAttention
 from meshwright.spec.parameters import parameter_table
@@ -85,8 +85,8 @@ def make_model(name: str, directory: Path) -> ModelConfig:
 
 def make_engine_contender(directory: Path, dtype: str, threads: int, instruction_set: str | None) -> Generate:
     """Return the generator of the serving engine. instruction_set: `PLAIN_TORCH`: without kernels; None: with them."""
-    limits = StepLimits(blocks=64, token_budget=512, max_sequences=8, max_length=512, logit_rows=8)
-    plan = RankPlan(str(directory), "dp1", dtype, limits, threads, instruction_set=instruction_set)
+    limits = ServingSizes(512, 8, 512, dtype, threads, blocks=64, scored_rows=0)
+    plan = RankPlan(str(directory), "dp1", limits, instruction_set=instruction_set)
     runner = build_runner(plan, Mesh.single(device="cpu"))
     assert runner.version.startswith("torch") == (instruction_set == PLAIN_TORCH)
 

@@ -45,7 +45,6 @@ from meshwright.serving.engine import Engine, build_scheduler
 from meshwright.serving.offline import run_requests
 from meshwright.serving.request import Request
 from meshwright.serving.sampling import Sampling
-from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.weights import RankWeights
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import preset
@@ -88,7 +87,7 @@ class RandomWeights(RankWeights):
 
 
 def build(
-    config: ModelConfig, dtype: torch.dtype, limits: StepLimits, invariant: bool = False, graphs: bool = CUDA
+    config: ModelConfig, dtype: torch.dtype, limits: ServingSizes, invariant: bool = False, graphs: bool = CUDA
 ) -> DeviceRunner:
     """A runner of random weights."""
     return DeviceRunner(
@@ -107,7 +106,7 @@ def draw_prompts(config: ModelConfig, lengths: Sequence[int]) -> list[list[int]]
 
 def answer(
     runner: DeviceRunner,
-    limits: StepLimits,
+    limits: ServingSizes,
     prompts: Sequence[Sequence[int]],
     count: int,
     sampling: Sampling | None = None,
@@ -138,7 +137,7 @@ def logit_error(name: str, dtype: torch.dtype, invariant: bool) -> float:
     if config.sliding_window is not None:
         config = dataclasses.replace(config, sliding_window=40)
     chunk = 200 if CUDA else 48
-    limits = StepLimits(64, chunk, 4, 384, chunk)
+    limits = ServingSizes(chunk, 4, 384, blocks=64, scored_rows=chunk)
     weights, model = RandomWeights(config), Transformer(config, dtype=torch.float64)
     (prompt,) = draw_prompts(config, [300 if CUDA else 60])
     runner = build(config, dtype, limits, invariant, graphs=False)
@@ -168,11 +167,12 @@ def scout(layers: int, **changes: Any) -> ModelConfig:
     return dataclasses.replace(preset("llama-4-scout"), layers=layers, **changes)
 
 
-def medium(small: bool, kind: str = "llama") -> tuple[ModelConfig, StepLimits]:
+def medium(small: bool, kind: str = "llama") -> tuple[ModelConfig, ServingSizes]:
     """A model whose prompts span several sections of attention and whose products have splits. kind: "llama", "latent"
     (attention) or "chunks" (of attention)."""
     sizes: dict[str, Any] = {"vocabulary": 300 if small else 32000, "max_positions": 384 if small else 2048}
-    limits = StepLimits(80, 128, 4, 384) if small else StepLimits(1024, 512, 32, 2048)
+    budget, sequences, length, blocks = (128, 4, 384, 80) if small else (512, 32, 2048, 1024)
+    limits = ServingSizes(budget, sequences, length, blocks=blocks, scored_rows=0)
     if kind == "latent":
         return dataclasses.replace(
             preset("deepseek-v3-tiny" if small else "deepseek-v2-lite"), layers=3, **sizes
@@ -244,7 +244,7 @@ def seconds_of(work: Any, times: int) -> float:
 def measure(config: ModelConfig, invariant: bool, small: bool) -> dict[str, Any]:
     """Times and rates of one model."""
     tokens = 8 if small else TOKENS
-    limits = StepLimits(REQUESTS[-1] * 2 * tokens // 16 + 64, 512, REQUESTS[-1], 2 * tokens, 0)
+    limits = ServingSizes(512, REQUESTS[-1], 2 * tokens, blocks=REQUESTS[-1] * 2 * tokens // 16 + 64, scored_rows=0)
     begun = time.perf_counter()
     runner = build(config, torch.bfloat16 if CUDA else torch.float32, limits, invariant)
     found: dict[str, Any] = {"seconds_to_build": round(time.perf_counter() - begun, 1)}
@@ -334,9 +334,8 @@ def memory(config: ModelConfig) -> dict[str, Any]:
     """Peak of the allocated bytes over steps of the token budget and of 32 sequences, plus what CUDA takes beside the
     allocator (context, kernels), against the ledger of `serve`; all without KV blocks. Runs first, so that only the
     kernels of this one model are loaded."""
-    sizes = ServingSizes(512, REQUESTS[-1], 1024, "bfloat16")
-    limits = StepLimits(1024, sizes.token_budget, sizes.max_sequences, sizes.max_length, sizes.logit_rows)
-    (rank,) = device_ledger(config, Layout(), sizes).stages
+    limits = ServingSizes(512, REQUESTS[-1], 1024, "bfloat16", blocks=1024)
+    (rank,) = device_ledger(config, Layout(), limits).stages
     runner = build(config, torch.bfloat16, limits)
     free_memory()  # of the random weights
     scored = Sampling(max_tokens=32, logprobs=1, prompt_logprobs=1, temperature=0.9, top_p=0.9)

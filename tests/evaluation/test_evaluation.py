@@ -23,6 +23,7 @@ from meshwright.errors import UserError
 from meshwright.evaluation.evaluation import prepare_held_out, run_evaluation
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
+from meshwright.planner.serving.ledger import ServingSizes
 from meshwright.recipe import DataRecipe, ModelRecipe, load_recipe
 from meshwright.serving.engine import Engine, build_scheduler
 from meshwright.serving.offline import run_requests
@@ -30,7 +31,6 @@ from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Request
 from meshwright.serving.runner import build_runner
 from meshwright.serving.sampling import Sampling
-from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.spec.config_json import config_from_path
 from meshwright.spec.parameters import parameter_table
@@ -113,9 +113,9 @@ def test_loss_is_sum_of_log_probabilities_from_server(place, checkpoint):
     result = run_evaluation(checkpoint, str(place / "texts.jsonl"), sequence=SEQUENCE, with_xz=False, device="cpu")
     config = config_from_path(checkpoint)
     _, tokens = prepare_held_out(checkpoint, config, str(place / "texts.jsonl"), SEQUENCE, lambda line: None)
-    limits = StepLimits(blocks=40, token_budget=13, max_sequences=3, max_length=SEQUENCE + 1)
+    limits = ServingSizes(13, 3, SEQUENCE + 1, blocks=40, scored_rows=0)
     engine = Engine(
-        build_runner(RankPlan(str(checkpoint), "dp1", "float32", limits), Mesh.single()),
+        build_runner(RankPlan(str(checkpoint), "dp1", limits), Mesh.single()),
         build_scheduler(config, limits),
     )
     echoed = []

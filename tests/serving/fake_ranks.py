@@ -58,7 +58,7 @@ class FakeEngine:
         time.sleep(self.step_seconds)
         barrier(self.mesh.world, "fake.step")
         outputs = []
-        for name, (request, tokens) in list(self.requests.items())[: self.plan.limits.max_sequences]:
+        for name, (request, tokens) in list(self.requests.items())[: self.plan.sizes.max_sequences]:
             made = len(tokens) - len(request.tokens)
             if made == 3:
                 self.misbehave(request.tokens[0])
@@ -83,10 +83,10 @@ class FakeEngine:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def report(self) -> dict[str, Any]:
-        running = min(len(self.requests), self.plan.limits.max_sequences)
+        running = min(len(self.requests), self.plan.sizes.max_sequences)
         return {
             "tokens": running, "context": 0, "running": running, "waiting": len(self.requests) - running, "paused": 0,
-            "free": self.plan.limits.blocks, "cached": 0, "held": 0,
+            "free": self.plan.sizes.blocks, "cached": 0, "held": 0,
         }  # fmt: skip
 
     def properties(self) -> dict[str, Any]:

@@ -12,11 +12,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from meshwright.planner.serving.ledger import ServingSizes
 from meshwright.serving.admission import AdmissionState
 from meshwright.serving.request import Request
 from meshwright.serving.sampling import Sampling, TokenResult
 from meshwright.serving.scheduler import Scheduler
-from meshwright.serving.step_limits import StepLimits
 from tests.serving.pool_checks import check_scheduler
 
 
@@ -159,7 +159,7 @@ def run(requests: list[Request], blocks: int, reserved: bool = False) -> tuple[i
     """Return steps, pauses and the most sequences that ran concurrently; `reserved`: admit only as many as can all
     grow to their most together (worst-case reservation)."""
     longest = max(-(-(request.max_total_tokens - 1) // 16) for request in requests)
-    scheduler = Scheduler(StepLimits(blocks, 64, blocks // longest if reserved else 16, 256))
+    scheduler = Scheduler(ServingSizes(64, blocks // longest if reserved else 16, 256, blocks=blocks))
     for request in requests:
         scheduler.add(request)
     steps = most = 0

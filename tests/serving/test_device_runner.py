@@ -35,7 +35,6 @@ from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Request
 from meshwright.serving.runner import build_runner
 from meshwright.serving.sampling import Sampling
-from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.weights import RankWeights
 from meshwright.spec.block_tables import block_tables
 from meshwright.spec.config import ModelConfig
@@ -46,7 +45,7 @@ from tests.serving.pool_checks import check_scheduler
 from tests.serving.small_models import FAMILIES, small_config, write_model
 from tests.serving.step_batches import Chunk, make_batch
 
-LIMITS = StepLimits(blocks=48, token_budget=64, max_sequences=6, max_length=64, logit_rows=64)
+LIMITS = ServingSizes(64, 6, 64, blocks=48)
 PROMPTS = [[7, 9, 250, 3], [100], np.random.default_rng(0).integers(0, 256, 37).tolist(), [5, 6]]
 SHAPES = ("llama-tiny", "mistral-tiny", "gpt2-tiny", "qwen3-moe-tiny", "deepseek-v3-tiny", "llama4-tiny")
 
@@ -76,7 +75,7 @@ def make_runner(
 
 
 def answer(runner, budget: int) -> list[list[int]]:
-    return run_prompts(Engine(runner, build_scheduler(runner.config, StepLimits(48, budget, 6, 64))))
+    return run_prompts(Engine(runner, build_scheduler(runner.config, ServingSizes(budget, 6, 64, blocks=48))))
 
 
 def run_prompts(engine: Engine) -> list[list[int]]:
@@ -91,7 +90,7 @@ def run_prompts(engine: Engine) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_tokens_are_those_of_the_cpu_runner(name: str, directories: Callable[[str], Path]):
-    expected = answer(build_runner(RankPlan(str(directories(name)), "dp1", "float32", LIMITS), Mesh.single()), 64)
+    expected = answer(build_runner(RankPlan(str(directories(name)), "dp1", LIMITS), Mesh.single()), 64)
     runner = make_runner(directories(name), batch_invariant=name == "llama-tiny")
     assert answer(runner, 64) == answer(runner, 11) == expected
     assert len({token for each in expected for token in each}) > 3
@@ -110,7 +109,7 @@ def test_sampled_tokens_are_those_of_the_cpu_runner(name: str, directories: Call
     ]
     found = []
     for runner in (
-        build_runner(RankPlan(str(directories(name)), "dp1", "float32", LIMITS), Mesh.single()),
+        build_runner(RankPlan(str(directories(name)), "dp1", LIMITS), Mesh.single()),
         make_runner(directories(name)),
     ):
         outputs = list(run_requests(Engine(runner, build_scheduler(runner.config, LIMITS)), requests))
@@ -239,7 +238,7 @@ def answer_on_rank(directory: str, layout: str) -> tuple[list[list[int]], dict[s
     weights = RankWeights(Path(directory), mesh)
     runner = DeviceRunner(weights, mesh, torch.float32, LIMITS, device_reference, graphs=False)
     runner._warm_up()  # the warm-up steps, which also on a GPU capture nothing here
-    scheduler = build_scheduler(runner.config, StepLimits(48, 11, 6, 64), groups=mesh.pp.size)
+    scheduler = build_scheduler(runner.config, ServingSizes(11, 6, 64, blocks=48), groups=mesh.pp.size)
     engine = Engine(runner, scheduler) if mesh.pp.size == 1 else PipelineEngine(runner, scheduler, mesh)
     found = run_prompts(engine), runner.memory(), mesh.pp.rank
     mesh.close()
@@ -259,7 +258,7 @@ def test_two_ranks_answer_like_one(layout: str, name: str, two: LocalRanks, dire
     changes = {"experts": 4} if "ep" in layout else {}
     directory = directories(name, **changes)
     expected = answer(make_runner(directory), 11)
-    stages = device_ledger(small_config(name, **changes), Layout.parse(layout), SIZES).stages
+    stages = device_ledger(small_config(name, **changes), Layout.parse(layout), LIMITS).stages
     for answers, memory, stage in two.run(answer_on_rank, str(directory), layout):
         assert answers == expected
         check_memory(memory, stages[stage])
@@ -272,7 +271,7 @@ def score_in_bfloat16(directory: str, layout: str) -> dict[str, np.ndarray]:
     device = DeviceRunner(
         RankWeights(Path(directory), mesh), mesh, torch.bfloat16, LIMITS, device_reference, graphs=False
     )
-    runners = {"gpu": device, "cpu": build_runner(RankPlan(directory, layout, "bfloat16", LIMITS), mesh)}
+    runners = {"gpu": device, "cpu": build_runner(RankPlan(directory, layout, replace(LIMITS, dtype="bfloat16")), mesh)}
     tables = len(block_tables(device.config, 1).windows)
     batch, found = make_batch([Chunk(PROMPTS[2], 0, [3, 4, 5])], tables=tables), dict[str, np.ndarray]()
     for kind, runner in runners.items():
@@ -307,9 +306,6 @@ def test_norms_of_queries_and_keys_in_bfloat16_are_as_exact_as_the_models(
     assert len(errors) == 2 * len(ranks) and max(errors) < 1.5 * error(own)
 
 
-SIZES = ServingSizes(LIMITS.token_budget, LIMITS.max_sequences, LIMITS.max_length, "float32")
-
-
 def check_memory(memory: dict[str, int], rank: RankLedger) -> None:
     assert memory["kv"] == LIMITS.blocks * rank.kv_block
     assert (memory["weights"], memory["workspace"]) == (rank.weights, rank.workspace)
@@ -318,7 +314,7 @@ def check_memory(memory: dict[str, int], rank: RankLedger) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_predicted_memory_matches_allocation(name: str, directories: Callable[[str], Path]):
     memory, config = make_runner(directories(name)).memory(), small_config(name)
-    check_memory(memory, device_ledger(config, Layout(), SIZES).stages[0])
+    check_memory(memory, device_ledger(config, Layout(), LIMITS).stages[0])
     deep = 3 if len({config.layer_window(layer) for layer in range(3)}) == 1 else 1  # layers of a block
     cached = config.latent.cached_dim if config.latent else 2 * config.kv_heads * config.head_dim
     assert memory["kv"] == 48 * 16 * deep * cached * 4
@@ -332,13 +328,13 @@ def test_unsupported_configurations_on_gpu_are_refused(
 ):
     mesh, directory = Mesh.single(device="cuda"), directories("llama-tiny")
     with pytest.raises(UserError, match="dtype float64: on a GPU serving takes float32, bfloat16, float16"):
-        build_runner(RankPlan(str(directory), "dp1", "float64", LIMITS), mesh)
+        build_runner(RankPlan(str(directory), "dp1", replace(LIMITS, dtype="float64")), mesh)
     monkeypatch.setitem(sys.modules, "triton", None)
     for name in ("triton_attention", "triton_kernels", "device_operations"):
         monkeypatch.delitem(sys.modules, f"meshwright.kernels.{name}", raising=False)
         monkeypatch.delattr(kernels, name, raising=False)
     with pytest.raises(UserError, match="serving on a GPU needs triton: run pip install triton"):
-        build_runner(RankPlan(str(directory), "dp1", "float32", LIMITS), mesh)
+        build_runner(RankPlan(str(directory), "dp1", LIMITS), mesh)
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -403,7 +399,7 @@ class _Launches:
 def test_tensors_of_a_step_fit_predicted_slack(name: str):
     config = small_config(name, hidden=256, vocabulary=997) if name == "llama-tiny" else small_config(name)
     device, budget = torch.device("cuda", 0), 512
-    limits = StepLimits(blocks=48, token_budget=budget, max_sequences=6, max_length=64, logit_rows=256)
+    limits = ServingSizes(budget, 6, 64, blocks=48)
     with FakeTensorMode(allow_non_fake_inputs=True), _Indexing():
         runner = DeviceRunner(
             _NoTensors(config), Mesh.single(device=device), torch.bfloat16, limits, _Launches(), graphs=False

@@ -18,7 +18,6 @@ from meshwright.planner.serving.ledger import RankLedger, ServingLedger, Serving
 from meshwright.planner.serving.torch_ledger import torch_ledger
 from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.runner import build_runner
-from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.refuse import serving_layout
 from tests.conftest import REPOSITORY
@@ -26,7 +25,7 @@ from tests.serving import small_models
 from tests.serving.small_models import NEEDS_COMPILER, write_model
 
 BLOCKS, TOKENS, SEQUENCES, LENGTH = 5, 40, 8, 64
-LIMITS = StepLimits(BLOCKS, TOKENS, SEQUENCES, LENGTH, logit_rows=40)
+LIMITS = ServingSizes(TOKENS, SEQUENCES, LENGTH, blocks=BLOCKS, scored_rows=40)
 
 
 def small_config(name: str) -> ModelConfig:
@@ -39,7 +38,8 @@ def measure(directory: str, layout: str, dtype: str, kernels: str | None = None)
     config = small_config(Path(directory).name)
     parsed = serving_layout(layout, config)
     mesh = Mesh.single(parsed) if parsed.world_size == 1 else Mesh.create(parsed)
-    memory = build_runner(RankPlan(directory, layout, dtype, LIMITS, instruction_set=kernels), mesh).memory()
+    plan = RankPlan(directory, layout, replace(LIMITS, dtype=dtype), instruction_set=kernels)
+    memory = build_runner(plan, mesh).memory()
     mesh.close()
     return mesh.pp.rank, memory
 

@@ -50,17 +50,17 @@ def test_invalid_memory_sizes_are_refused(text: str, reason: str):
 def test_kv_pool_has_default_bound_and_fills_given_memory():
     config = preset("llama-3.2-1b")
     ledger = plan_memory(config, Layout(), BFLOAT16, max_length=4096, hosts=[HOST])
-    assert ledger.blocks == DEFAULT_POOL // ledger.kv_block
+    assert ledger.sizes.blocks == DEFAULT_POOL // ledger.kv_block
     ledger = plan_memory(config, Layout(), BFLOAT16, "0.75", 8192, hosts=[HOST])
     assert ledger.total <= 12 * GIB < ledger.total + ledger.kv_block
     tiny = plan_memory(preset("llama-tiny"), Layout(), ServingSizes(64, 4), "0.75", 64, hosts=[HOST])
-    assert tiny.blocks == 2 * 4 * 4  # twice what four sequences hold
+    assert tiny.sizes.blocks == 2 * 4 * 4  # twice what four sequences hold
 
 
 def test_memory_on_gpus_is_bounded_by_gpu_memory_only():
     config, host = preset("llama-3.2-1b"), HostMemory(80 * GIB, 78 * GIB, GPU)
     ledger = plan_memory(config, Layout(), BFLOAT16, "0.9", 4096, hosts=[host])
-    assert ledger.total <= 72 * GIB < ledger.total + ledger.kv_block or ledger.blocks == 2 * 64 * 256
+    assert ledger.total <= 72 * GIB < ledger.total + ledger.kv_block or ledger.sizes.blocks == 2 * 64 * 256
     assert ledger.front == 0 and ledger.stages[0].slack > CONTEXT_BYTES
     pair = plan_memory(config, Layout(tp=2), BFLOAT16, "0.9", 4096, hosts=[host, host])
     assert pair.items()["slack"] == 2 * pair.stages[0].slack
@@ -70,7 +70,7 @@ def test_memory_on_gpus_is_bounded_by_gpu_memory_only():
             config, layout, replace(BFLOAT16, token_budget=512, max_sequences=512), "0.9", 131072, hosts=hosts
         )
         least = 0.9 * min(each.total for each in hosts)
-        taken = [stage.fixed + ledger.blocks * stage.kv_block for stage in ledger.stages]
+        taken = [stage.fixed + ledger.sizes.blocks * stage.kv_block for stage in ledger.stages]
         assert max(taken) <= least < max(taken) + max(stage.kv_block for stage in ledger.stages)
     with pytest.raises(UserError, match="of the GPU's 80.00 GiB"):
         plan_memory(config, Layout(), BFLOAT16, "79GiB", 4096, hosts=[host])
@@ -94,7 +94,7 @@ def test_default_length_is_largest_that_fits():
     host = HostMemory(18 * GIB, 18 * GIB, "machine")
     ledger = plan_memory(config, Layout(), BFLOAT16, "1", hosts=[host])
     assert 16 <= ledger.sizes.max_length < config.max_positions
-    assert ledger.blocks >= ledger.blocks_of_longest
+    assert ledger.sizes.blocks >= ledger.blocks_of_longest
     with pytest.raises(UserError, match="does not fit"):
         plan_memory(config, Layout(), BFLOAT16, "1", 131072, hosts=[host])
     with pytest.raises(UserError, match="1 to 131072"):

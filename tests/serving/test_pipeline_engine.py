@@ -12,12 +12,12 @@ import pytest
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
+from meshwright.planner.serving.ledger import ServingSizes
 from meshwright.program.pipeline import Kind
 from meshwright.serving.engine import Engine, PipelineEngine, derive_steady_state
 from meshwright.serving.request import Request
 from meshwright.serving.sampling import Sampling
 from meshwright.serving.scheduler import Scheduler, StepBatch
-from meshwright.serving.step_limits import StepLimits
 from tests.serving.pool_checks import check_scheduler
 
 VOCABULARY = 499
@@ -81,7 +81,7 @@ def run_engine(engine: Any, seed: int) -> dict[str, tuple[list[int], str]]:
 
 
 def make_scheduler(groups: int) -> Scheduler:
-    return Scheduler(StepLimits(24, token_budget=32, max_sequences=8, max_length=80), groups=groups)
+    return Scheduler(ServingSizes(32, 8, 80, blocks=24, scored_rows=0), groups=groups)
 
 
 def run_rank(layout: str, seeds: list[int]) -> list[dict[str, tuple[list[int], str]]]:

@@ -20,6 +20,7 @@ import torch
 
 from meshwright.comm.mesh import Mesh
 from meshwright.kernels.choice import PLAIN_TORCH
+from meshwright.planner.serving.ledger import ServingSizes
 from meshwright.serving.device_logits import DeviceLogits
 from meshwright.serving.device_runner import DeviceRunner
 from meshwright.serving.engine import Engine, build_scheduler
@@ -29,7 +30,6 @@ from meshwright.serving.request import Output, Request
 from meshwright.serving.runner import Runner, build_runner
 from meshwright.serving.sampling import Sampling, TokenResult
 from meshwright.serving.scheduler import StepBatch
-from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.weights import RankWeights
 from meshwright.spec.block_tables import block_tables, max_blocks_held
 from tests.conftest import exhaustive
@@ -38,7 +38,7 @@ from tests.serving.pool_checks import check_scheduler
 from tests.serving.small_models import NEEDS_COMPILER, small_config, write_model
 
 LENGTH, MOST_TOKENS, MOST_SEQUENCES, MOST_BLOCKS = 112, 40, 6, 40
-LIMITS = StepLimits(MOST_BLOCKS, MOST_TOKENS, MOST_SEQUENCES, LENGTH)
+LIMITS = ServingSizes(MOST_TOKENS, MOST_SEQUENCES, LENGTH, blocks=MOST_BLOCKS, scored_rows=0)
 
 
 @dataclass
@@ -62,7 +62,8 @@ def make_runner(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str,
 
     def make(name: str, dtype: str, kernels: str | None) -> Runner:
         directory = write_model(tmp_path_factory.mktemp("model") / name, small_config(name, max_positions=128))
-        return build_runner(RankPlan(str(directory), "dp1", dtype, LIMITS, instruction_set=kernels), Mesh.single())
+        plan = RankPlan(str(directory), "dp1", replace(LIMITS, dtype=dtype), instruction_set=kernels)
+        return build_runner(plan, Mesh.single())
 
     return make
 
@@ -118,7 +119,8 @@ def run_load(runner: Runner, seed: int, same: Callable[[Answer, Answer], bool] =
     sequences = draw.randint(2, MOST_SEQUENCES)
     budget = draw.randint(sequences, MOST_TOKENS)
     least = sum(max_blocks_held(LENGTH, block_tables(runner.config, 1).windows, budget))
-    limits = StepLimits(draw.randint(least, min(2 * least, MOST_BLOCKS)), budget, sequences, LENGTH)
+    blocks = draw.randint(least, min(2 * least, MOST_BLOCKS))
+    limits = ServingSizes(budget, sequences, LENGTH, blocks=blocks, scored_rows=0)
     scheduler = build_scheduler(runner.config, limits)
     predicted = draw.choice([0.0, 0.0, 1.0])  # share of max_tokens; with 0, more sequences are admitted and pause
     engine, answers = Engine(runner, scheduler), {request.id: Answer() for request in requests}

@@ -8,15 +8,15 @@ import pytest
 
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
+from meshwright.planner.serving.ledger import ServingSizes
 from meshwright.serving import engine, ranks
 from meshwright.serving.rank_starter import RankPlan
-from meshwright.serving.step_limits import StepLimits
 
 
 def test_rank_without_the_chosen_instruction_set_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engine, "list_supported_instruction_sets", lambda: ("avx512", "avx2"))
-    limits = StepLimits(blocks=1, token_budget=1, max_sequences=1, max_length=1)
-    plan = RankPlan("nowhere", "dp1", "float32", limits, 1, instruction_set="amx")
+    limits = ServingSizes(1, 1, 1, blocks=1)
+    plan = RankPlan("nowhere", "dp1", limits, instruction_set="amx")
     with pytest.raises(UserError, match=f"rank 0 on {socket.gethostname()} runs avx512, avx2, but .* chosen amx"):
         engine.build_engine(plan, Mesh.single(device="cpu"))
 

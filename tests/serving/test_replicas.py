@@ -16,6 +16,7 @@ import pytest
 
 from meshwright.comm.local import PRELOADED_TO_SERVE, start_server
 from meshwright.errors import MeshwrightError, RankLost, UserError
+from meshwright.planner.serving.ledger import ServingSizes
 from meshwright.serving import messages
 from meshwright.serving import replicas as replicas_module
 from meshwright.serving.rank_starter import LocalStarter, RankPlan
@@ -23,7 +24,6 @@ from meshwright.serving.replica import Replica, Stream
 from meshwright.serving.replicas import Replicas
 from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import Sampling
-from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.waiting_line import QueueLimits, Ticket
 from tests.serving import fake_ranks
 from tests.serving.fake_ranks import HANG, KILL, KILL_ALWAYS, answer
@@ -36,8 +36,8 @@ def make_replicas(
     limits: QueueLimits | None = None, step_seconds: float = 30.0, max_sequences: int = 8,
 ) -> Replicas:  # fmt: skip
     plan = RankPlan(
-        checkpoint=str(directory), layout=layout.replace("tp2", "tp2:nosp") or "dp1", dtype="float32",
-        limits=StepLimits(64, 64, max_sequences, 128), threads=1, step_seconds=step_seconds,
+        checkpoint=str(directory), layout=layout.replace("tp2", "tp2:nosp") or "dp1",
+        sizes=ServingSizes(64, max_sequences, 128, blocks=64), step_seconds=step_seconds,
         engine=f"{fake_ranks.__name__}:{engine}",
     )  # fmt: skip
     return Replicas(plan, LocalStarter(), limits=limits, log=log)
@@ -147,7 +147,7 @@ def test_killed_rank_is_restarted_and_running_answers_continue(tmp_path: Path, l
             await wait_until(lambda: (tmp_path / f"done-{KILL}").exists())
             await wait_until(lambda: replicas.state == "recovering")
             await wait_until(lambda: replicas.state == "ready")
-            assert [stats["free"] for stats in replicas.stats()] == [replicas.plan.limits.blocks]  # before any step
+            assert [stats["free"] for stats in replicas.stats()] == [replicas.plan.sizes.blocks]  # before any step
             await collect_all(replicas, [make_request(f"s{n}", n + 1, 7) for n in range(3)])
             await found
             assert replicas.state == "ready"

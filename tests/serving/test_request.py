@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from pydantic import TypeAdapter
 
 from meshwright.errors import UserError
+from meshwright.planner.serving.ledger import ServingSizes
 from meshwright.serving.messages import encode
 from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import Sampling, TokenResult
-from meshwright.serving.step_limits import StepLimits
 
 T = TypeVar("T")
 FLOATS = st.floats(max_value=0, allow_nan=False)
@@ -54,7 +54,7 @@ def test_request_round_trips_through_a_message():
 
 
 def test_plan_of_ranks_round_trips_through_a_message():
-    plan = RankPlan("a/ü", "tp2 dp2", "bfloat16", StepLimits(9, 64, 4, 100, resident=False), 3, step_seconds=math.inf)
+    plan = RankPlan("a/ü", "tp2 dp2", ServingSizes(64, 4, 100, "bfloat16", 3, 9, resident=False), step_seconds=math.inf)
     assert through_message(plan) == plan
 
 

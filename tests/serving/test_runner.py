@@ -30,13 +30,12 @@ from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Request
 from meshwright.serving.runner import Runner, build_runner
 from meshwright.serving.sampling import Sampling, TokenResult
-from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.block_tables import block_tables, max_blocks_held
 from tests.serving.pool_checks import check_scheduler
 from tests.serving.small_models import FAMILIES, NEEDS_COMPILER, small_config, write_model
 from tests.serving.step_batches import Chunk, make_batch, read_in_pieces
 
-LIMITS = StepLimits(blocks=128, token_budget=64, max_sequences=8, max_length=64, logit_rows=64)
+LIMITS = ServingSizes(64, 8, 64, blocks=128)
 PROMPTS = [[7, 9, 250, 3], [100], [int(token) for token in np.random.default_rng(0).integers(0, 256, 21)]]
 KINDS = ["torch", pytest.param("kernels", marks=NEEDS_COMPILER)]
 INVARIANT = [
@@ -70,8 +69,9 @@ def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bu
     if request.param == "torch":
         monkeypatch.setattr(runners, "load_kernels", lambda instruction_set: None)
 
-    def make(directory: Path, dtype: str = "float32", threads: int = 1, limits: StepLimits = LIMITS) -> Runner:
-        built = build_runner(RankPlan(str(directory), "dp1", dtype, limits, threads), Mesh.single())
+    def make(directory: Path, dtype: str = "float32", threads: int = 1, limits: ServingSizes = LIMITS) -> Runner:
+        sizes = dataclasses.replace(limits, dtype=dtype, threads=threads)
+        built = build_runner(RankPlan(str(directory), "dp1", sizes), Mesh.single())
         assert built.version.startswith("torch") == (request.param == "torch")
         return built
 
@@ -118,7 +118,7 @@ def test_latent_attention_caches_one_vector_per_token_and_layer(
 ):
     """In place of the keys and values of all heads, in as many bytes as the ledger has; kernels pad the vector."""
     runner = build(directories(name), "bfloat16")
-    sizes = ServingSizes(LIMITS.token_budget, LIMITS.max_sequences, LIMITS.max_length, "bfloat16")
+    sizes = dataclasses.replace(LIMITS, dtype="bfloat16")
     plain = runner.version.startswith("torch")
     ledger = (torch_ledger if plain else serving_ledger)(runner.config, Layout(), sizes)
     vector = 16 + 8 if plain else 32
@@ -153,7 +153,7 @@ def test_norms_over_ranks_match_float64_without_temporaries_of_the_whole_step():
 def test_plain_torch_runs_where_the_plan_names_it(directories: Callable[[str], Path]):
     """A server without a compiler names it in the plan, so that no rank uses its own kernels."""
     runner = build_runner(
-        RankPlan(str(directories("llama-tiny")), "dp1", "float32", LIMITS, instruction_set=PLAIN_TORCH), Mesh.single()
+        RankPlan(str(directories("llama-tiny")), "dp1", LIMITS, instruction_set=PLAIN_TORCH), Mesh.single()
     )
     assert runner.version.startswith("torch")
 
@@ -210,14 +210,15 @@ def test_memory_of_a_tied_head_counts_one_matrix(directories: Callable[[str], Pa
     sizes = []
     for tied in (True, False):
         directory = write_model(tmp_path / str(tied), small_config("llama-tiny", tied=tied))
-        sizes.append(build_runner(RankPlan(str(directory), "dp1", "float32", LIMITS), Mesh.single()).memory())
+        sizes.append(build_runner(RankPlan(str(directory), "dp1", LIMITS), Mesh.single()).memory())
     config = small_config("llama-tiny")
     assert sizes[1]["weights"] - sizes[0]["weights"] == 4 * config.vocabulary * config.hidden
     assert sizes[1]["packed"] == sizes[0]["packed"]
 
 
 def test_other_dtypes_run_in_plain_torch(directories: Callable[[str], Path]):
-    runner = build_runner(RankPlan(str(directories("llama-tiny")), "dp1", "float64", LIMITS), Mesh.single())
+    sizes = dataclasses.replace(LIMITS, dtype="float64")
+    runner = build_runner(RankPlan(str(directories("llama-tiny")), "dp1", sizes), Mesh.single())
     assert runner.version.startswith("torch")
     model, _ = load_huggingface(directories("llama-tiny"), torch.float64)
     with torch.no_grad():

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 
 from meshwright.errors import UserError
+from meshwright.planner.serving.ledger import ServingSizes
 from meshwright.serving.blocks import BlockPool, HashChain
 from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import Sampling, TokenResult
 from meshwright.serving.scheduler import Scheduler, StepBatch, sample_batch
-from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.block_tables import BLOCK_TOKENS, max_blocks_held
 from tests.serving.pool_checks import check_scheduler
 
@@ -71,7 +71,7 @@ class Answer:
 def answer_alone(request: Request, windows: Windows = (None,)) -> Answer:
     """The answer without a window in the scheduler, where no block is released before the end."""
     blocks = 40 * len(windows)
-    scheduler = Scheduler(StepLimits(blocks, 1000, max_sequences=1, max_length=640), [None] * len(windows))
+    scheduler = Scheduler(ServingSizes(1000, 1, 640, blocks=blocks), [None] * len(windows))
     runner, answer = HashRunner(blocks, windows), Answer()
     scheduler.add(request)
     while not scheduler.idle:
@@ -128,7 +128,7 @@ def test_every_answer_equals_isolated_request_and_blocks_are_conserved(
     max_sequences = max(max_sequences, groups)
     longest = BLOCK_TOKENS * 7
     blocks = sum(max_blocks_held(longest, windows, max_sequences + more_tokens)) + more_blocks
-    limits = StepLimits(blocks, max_sequences + more_tokens, max_sequences, max_length=longest)
+    limits = ServingSizes(max_sequences + more_tokens, max_sequences, longest, blocks=blocks, scored_rows=0)
     scheduler = Scheduler(limits, windows, groups)
     scheduler._answers.ratio = share  # with 0, more sequences are admitted and pause
     runner = HashRunner(blocks, windows)
@@ -180,8 +180,8 @@ def finish(scheduler: Scheduler, runner: HashRunner) -> dict[str, Answer]:
 
 
 def make(blocks: int = 40, windows: Windows = (None,), groups: int = 1, **options: int) -> tuple[Scheduler, HashRunner]:
-    chosen = {"token_budget": 64, "max_sequences": 4, "max_length": 320, **options}
-    return Scheduler(StepLimits(blocks, **chosen), windows, groups), HashRunner(blocks, windows)
+    chosen = {"token_budget": 64, "max_sequences": 4, "max_length": 320, "scored_rows": 0, **options}
+    return Scheduler(ServingSizes(blocks=blocks, **chosen), windows, groups), HashRunner(blocks, windows)
 
 
 def step(scheduler: Scheduler, runner: HashRunner) -> StepBatch:
@@ -417,7 +417,7 @@ def evict(pool: BlockPool, table: int, content: bytes) -> None:
 
 
 def test_logits_rows_are_bounded_and_cover_every_prompt_token():
-    scheduler, runner = make(logit_rows=6)
+    scheduler, runner = make(scored_rows=6)
     scheduler.add(Request("a", prompt(40), Sampling(max_tokens=0, prompt_logprobs=0)))
     scheduler.add(Request("b", prompt(9), Sampling(max_tokens=3)))
     answers: dict[str, Answer] = {}

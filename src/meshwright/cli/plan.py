@@ -278,8 +278,9 @@ def _run_serve(
             f"{names[0]}, layout {document['layout']}, {ledger.sizes.dtype}: "
             f"{ranks} rank{'s' if ranks > 1 else ''}{' on a GPU each' if gpus else ''}, bytes of all of them",
             *bill_text(ledger),
-            f"{ledger.blocks:,} KV blocks of {BLOCK_TOKENS} tokens, {document['kv_bytes_per_token'] / 1024:,.1f} KiB a "
-            f"token: {document['concurrency']['sequences']:,.1f} sequences of {ledger.sizes.max_length:,} tokens",
+            f"{document['kv_blocks']:,} KV blocks of {BLOCK_TOKENS} tokens, "
+            f"{document['kv_bytes_per_token'] / 1024:,.1f} KiB a token: "
+            f"{document['concurrency']['sequences']:,.1f} sequences of {ledger.sizes.max_length:,} tokens",
         ]
         answer(document, "\n".join(lines))
 

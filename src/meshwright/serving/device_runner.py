@@ -25,12 +25,12 @@ from meshwright.model.latent_attention import LatentAttention
 from meshwright.model.loss import cap_logits_
 from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.planner.serving.device_ledger import SCRATCH_BYTES
+from meshwright.planner.serving.ledger import ServingSizes
 from meshwright.serving.device_layers import DeviceLayers, prepare_parameters
 from meshwright.serving.device_logits import DeviceLogits
 from meshwright.serving.logit_rows import Draw, StepOutput
 from meshwright.serving.position_tables import make_position_tables
 from meshwright.serving.scheduler import StepBatch
-from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.torch_runner import OrderedTensorParallel
 from meshwright.serving.weights import RankWeights
 from meshwright.spec.attention_tiles import AttentionSizes
@@ -68,7 +68,7 @@ class DeviceRunner:
     """
 
     def __init__(
-        self, weights: RankWeights, mesh: Mesh, dtype: torch.dtype, limits: StepLimits, operations: ModuleType, *,
+        self, weights: RankWeights, mesh: Mesh, dtype: torch.dtype, limits: ServingSizes, operations: ModuleType, *,
         batch_invariant: bool = False, graphs: bool = True,
     ) -> None:  # fmt: skip
         """Load the weights, allocate KV pool and buffers, compile the kernels and capture the CUDA graphs; arguments:
@@ -95,14 +95,14 @@ class DeviceRunner:
         self._cache = [self._zeros(*shape, dtype=dtype) for _ in range(depth)]
         self._attention = AttentionSizes.find(self.config, mesh.tp.size)
         self._sizes = [1 << power for power in range((limits.max_sequences - 1).bit_length() + 1)]
-        width = max(limits.token_budget, limits.logits, self._sizes[-1])
+        width = max(limits.token_budget, limits.logit_rows, self._sizes[-1])
         many = len(self._block_tables.windows)
         listed = self._sizes[-1], many, -(-limits.max_length // BLOCK_TOKENS)
         # Rows of `numbers`: tokens, positions, output rows, the three of tiles, slots of each block table.
         self._numbers, self._tables = (self._zeros(*size, dtype=torch.int32) for size in ((6 + many, width), listed))
         pinned = torch.cuda.is_available()
         # Of two steps in turn: the next one is written while the copies of the last one may be queued.
-        self._draws = self._zeros(3 * limits.logits, dtype=torch.float64)
+        self._draws = self._zeros(3 * limits.logit_rows, dtype=torch.float64)
         copied = self._numbers, self._tables, self._draws
         self._staged = [
             [torch.zeros(each.shape, dtype=each.dtype, pin_memory=pinned) for each in copied] for _ in range(2)
@@ -311,7 +311,7 @@ class DeviceRunner:
             numbers[3, : len(first_I)] = first_I
             numbers[4, : len(first_I)] = (tokens - first_I).clamp(max=most)
             longest = self._limits.max_length
-            sizes = StepSizes(tokens, len(first_I), self._limits.logits, longest)
+            sizes = StepSizes(tokens, len(first_I), self._limits.logit_rows, longest)
             self.compute(sizes, None if x_TH is None else x_TH[:tokens])
             numbers[3].copy_(torch.arange(numbers.shape[1]))
             numbers[4].fill_(1)

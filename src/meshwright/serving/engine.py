@@ -28,6 +28,7 @@ from meshwright.comm.transport import Message
 from meshwright.errors import UserError
 from meshwright.kernels.build import list_supported_instruction_sets
 from meshwright.kernels.choice import INSTRUCTION_SET_VARIABLE, PLAIN_TORCH
+from meshwright.planner.serving.ledger import ServingSizes
 from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.pipeline import Kind
 from meshwright.schedules.synchronous import one_f_one_b
@@ -39,7 +40,6 @@ from meshwright.serving.request import Output, Request
 from meshwright.serving.runner import Runner, build_runner
 from meshwright.serving.sampling import TokenResult
 from meshwright.serving.scheduler import Scheduler, StepBatch, sample_batch
-from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.block_tables import block_tables
 from meshwright.spec.config import ModelConfig
 
@@ -291,7 +291,7 @@ def _encode_results(results: Sequence[TokenResult]) -> list[torch.Tensor]:
     return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts if part]
 
 
-def build_scheduler(config: ModelConfig, limits: StepLimits, groups: int = 1) -> Scheduler:
+def build_scheduler(config: ModelConfig, limits: ServingSizes, groups: int = 1) -> Scheduler:
     """Create the scheduler for a model and the sizes in `limits`. config: model configuration, from which the sliding
     windows of the block tables follow. groups: number of pipeline stages. The sequences are divided into as many
     groups, and each step schedules one group."""
@@ -310,5 +310,5 @@ def build_engine(plan: RankPlan, mesh: Mesh) -> Engine:
             f"{INSTRUCTION_SET_VARIABLE} to what all of them run"
         )
     runner = build_runner(plan, mesh)
-    scheduler = build_scheduler(runner.config, plan.limits, groups=mesh.pp.size)
+    scheduler = build_scheduler(runner.config, plan.sizes, groups=mesh.pp.size)
     return Engine(runner, scheduler) if mesh.pp.size == 1 else PipelineEngine(runner, scheduler, mesh)

@@ -31,8 +31,8 @@ from meshwright.model.latent_attention import LatentAttention
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.tensor import TensorParallel
+from meshwright.planner.serving.ledger import ServingSizes
 from meshwright.serving.position_tables import make_position_tables
-from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.weights import RankWeights
 from meshwright.spec.block_tables import block_tables
 from meshwright.spec.rope_scaling import Rotation, Temperature
@@ -74,7 +74,7 @@ class Lowering:
         nbytes: {kind: bytes}, as `RankAllocator` counts them.
     """
 
-    def __init__(self, kernels: Kernels, weights: RankWeights, mesh: Mesh, dtype: str, limits: StepLimits) -> None:
+    def __init__(self, kernels: Kernels, weights: RankWeights, mesh: Mesh, dtype: str, limits: ServingSizes) -> None:
         """Read and pack the weights, allocate all buffers and build the list of operations; arguments: see the
         class."""
         self.config, self._stage = weights.config, weights.stage
@@ -265,12 +265,12 @@ class Lowering:
     def _lower_head(self, packed: PackedMatrix | None) -> None:
         """Append to `ops` the final norm of the output rows (tokens whose logits are wanted) and the output head.
         packed: the packed embedding matrix of a tied head; None: the head's own weight is packed."""
-        rows = self._memory.get_buffer("rows", self.config.hidden, self._limits.logits)
+        rows = self._memory.get_buffer("rows", self.config.hidden, self._limits.logit_rows)
         assert self._model.final_norm is not None
         self._lower_norm(self._model.final_norm, rows, self.states, "outputs", self.config.logit_divisor)
         if packed is None:
             packed = self._pack_weight(self._model.embedding if self._model.head is None else self._model.head)
-        self.logits = self._memory.allocate_logits(self._limits.logits, packed.n)
+        self.logits = self._memory.allocate_logits(self._limits.logit_rows, packed.n)
         self.ops.append(op.Linear(self.logits, rows, packed, rows="outputs"))
         if self.config.logit_softcap is not None:
             self.ops.append(op.Scale(self.logits, self.logits, softcap=self.config.logit_softcap, rows="outputs"))

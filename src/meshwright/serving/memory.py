@@ -15,7 +15,6 @@ from meshwright.limits import get_limit, shorten_repr
 from meshwright.planner.serving.device_ledger import device_ledger
 from meshwright.planner.serving.ledger import KERNEL_DTYPES, ServingLedger, ServingSizes, fill_memory, serving_ledger
 from meshwright.planner.serving.torch_ledger import torch_ledger
-from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.config import ModelConfig
 
 DEFAULT_FRACTION = 0.9
@@ -101,13 +100,3 @@ def plan_memory(
         if 0 < fits < sizes.max_length:
             ledger = predict(config, layout, replace(sizes, max_length=fits))
     return fill_memory(ledger, budget, min(most, get_limit("new_tokens")))
-
-
-def make_step_limits(ledger: ServingLedger, resident: bool = True) -> StepLimits:
-    """Convert the predicted memory of `plan_memory` (its ledger) to `StepLimits`, the sizes for which ranks allocate
-    their buffers and KV pool. resident: True to give the whole KV pool physical memory at the start; False: page by
-    page as it is used."""
-    sizes = ledger.sizes
-    return StepLimits(
-        ledger.blocks, sizes.token_budget, sizes.max_sequences, sizes.max_length, sizes.logit_rows, resident
-    )

@@ -12,9 +12,9 @@ import torch
 from meshwright.comm.collectives import all_gather
 from meshwright.comm.mesh import Mesh
 from meshwright.kernels.library import Kernels
+from meshwright.planner.serving.ledger import ServingSizes
 from meshwright.serving.lowering import Lowering, Segment
 from meshwright.serving.scheduler import StepBatch
-from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.weights import RankWeights
 
 SUM_SITE, LOGITS_SITE = "serving.sum", "serving.logits"
@@ -28,7 +28,7 @@ class NativeRunner:
     "float32" or "bfloat16", of packed weights and KV cache. limits: sizes of KV pool and buffers.
     """
 
-    def __init__(self, kernels: Kernels, weights: RankWeights, mesh: Mesh, dtype: str, limits: StepLimits) -> None:
+    def __init__(self, kernels: Kernels, weights: RankWeights, mesh: Mesh, dtype: str, limits: ServingSizes) -> None:
         """Lower the stage to kernel operations and load them into the library; arguments: see the class."""
         self.config, self.instruction_set, self.version = weights.config, kernels.instruction_set, kernels.version
         lowered = Lowering(kernels, weights, mesh, dtype, limits)
@@ -50,7 +50,7 @@ class NativeRunner:
         states, [T, H] with hidden size H. The result is valid until the next call. `hidden`: the previous stage's
         hidden states [T, H]; None on the first stage."""
         tokens, rows = len(batch.tokens), len(batch.output_rows)
-        assert tokens <= self._limits.token_budget and rows <= self._limits.logits, (tokens, rows)
+        assert tokens <= self._limits.token_budget and rows <= self._limits.logit_rows, (tokens, rows)
         if hidden is not None:
             self._states[:tokens] = hidden
         begin = 0

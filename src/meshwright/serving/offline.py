@@ -16,12 +16,11 @@ from meshwright.launcher.device import read_device_memory
 from meshwright.layout import Layout
 from meshwright.planner.serving.ledger import ServingSizes
 from meshwright.serving.engine import Engine, build_engine
-from meshwright.serving.memory import make_step_limits, plan_memory
+from meshwright.serving.memory import plan_memory
 from meshwright.serving.rank_starter import LocalStarter, RankPlan
 from meshwright.serving.replicas import Replicas
 from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import InvalidLogits
-from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.block_tables import MAX_TABLES
 from meshwright.spec.config_json import read_decoder_config
 from meshwright.threads import choose_threads
@@ -29,15 +28,15 @@ from meshwright.threads import choose_threads
 _STEP_SECONDS = 24 * 3600.0  # long, as no client waits
 
 
-def plan_offline(directory: Path, layout: Layout, dtype: str, device: str = "cpu") -> StepLimits:
-    """Choose the sizes of KV pool and buffers that each rank allocates to generate without a server.
+def plan_offline(directory: Path, layout: Layout, dtype: str, device: str = "cpu") -> ServingSizes:
+    """Choose the sizes of KV pool and buffers that each rank allocates to generate without a server, and its threads.
 
     directory: model directory. layout: layout of the ranks. dtype: name of the dtype of parameters and KV cache.
     device: "cpu" or "cuda". Raises UserError if one sequence does not fit in memory, or the model is an encoder.
     """
     hosts = [read_device_memory()] if device == "cuda" else None
-    sizes = ServingSizes(dtype=dtype)
-    return make_step_limits(plan_memory(read_decoder_config(directory), layout, sizes, hosts=hosts), resident=False)
+    sizes = ServingSizes(dtype=dtype, threads=choose_threads(layout.world_size), resident=False)
+    return plan_memory(read_decoder_config(directory), layout, sizes, hosts=hosts).sizes
 
 
 def build_offline_engine(
@@ -51,13 +50,11 @@ def build_offline_engine(
     None: the fastest. Raises UserError if one sequence does not fit in memory, the model cannot be loaded, or its
     kernels cannot be built or run here.
     """
-    limits = plan_offline(directory, mesh.layout, dtype, mesh.device.type)
+    sizes = plan_offline(directory, mesh.layout, dtype, mesh.device.type)
     if scoring:
         # One more block in each of the model's block tables.
-        limits = replace(limits, blocks=limits.blocks + MAX_TABLES, max_length=limits.max_length + 1)
-    threads = choose_threads(mesh.layout.world_size)
-    plan = RankPlan(str(directory), str(mesh.layout), dtype, limits, threads, instruction_set=instruction_set)
-    return build_engine(plan, mesh)
+        sizes = replace(sizes, blocks=sizes.blocks + MAX_TABLES, max_length=sizes.max_length + 1)
+    return build_engine(RankPlan(str(directory), str(mesh.layout), sizes, instruction_set=instruction_set), mesh)
 
 
 def run_requests(
@@ -120,14 +117,13 @@ def run_on_ranks(
 
     async def run() -> None:
         """Start the rank processes and run all requests; end the processes afterwards."""
-        limits = plan_offline(directory, layout, dtype)
+        sizes = plan_offline(directory, layout, dtype)
         vocabulary = read_decoder_config(directory).vocabulary
         for request in requests:
             request.check_vocabulary(vocabulary)
-            request.check_length(limits.max_length)
+            request.check_length(sizes.max_length)
         plan = RankPlan(
-            str(directory.resolve()), str(layout), dtype, limits, choose_threads(layout.world_size), _STEP_SECONDS,
-            instruction_set=instruction_set,
+            str(directory.resolve()), str(layout), sizes, step_seconds=_STEP_SECONDS, instruction_set=instruction_set
         )  # fmt: skip
         replicas = Replicas(plan, LocalStarter())
         try:

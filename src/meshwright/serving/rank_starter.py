@@ -18,7 +18,7 @@ from meshwright.comm.local import LocalRanks
 from meshwright.errors import RankLost
 from meshwright.launcher.daemon_thread import run_in_daemon_thread
 from meshwright.layout import Layout
-from meshwright.serving.step_limits import StepLimits
+from meshwright.planner.serving.ledger import ServingSizes
 from meshwright.threads import build_child_environment
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -33,9 +33,7 @@ class RankPlan:
     Attributes:
         checkpoint: Directory of the model.
         layout: Layout over all ranks, as text; a replica is the ranks of one dp coordinate.
-        dtype: Dtype of parameters and KV cache.
-        limits: Largest step (tokens, sequences) and KV pool, for which each rank allocates memory.
-        threads: Kernel threads of each rank.
+        sizes: Largest step (tokens, sequences), KV pool, dtype and threads of each rank, for which it allocates memory.
         step_seconds: Time limit of a step in seconds, after which the replica counts as lost; higher for steps that are
             predicted to be long.
         device: "cpu" or "cuda" (one GPU for each rank of a machine), or "auto": ranks that torchrun or SLURM started
@@ -53,9 +51,7 @@ class RankPlan:
 
     checkpoint: str
     layout: str
-    dtype: str
-    limits: StepLimits
-    threads: int = 1
+    sizes: ServingSizes
     step_seconds: float = 60.0
     device: str = "cpu"
     batch_invariant: bool = False
@@ -83,8 +79,8 @@ class LocalStarter:
         """Start all ranks of the replica with index `replica` and wait until they have ended. Raises a rank's
         exception, or RankLost if a rank's process died. If the call is cancelled, all of these ranks are killed. plan:
         settings of the ranks."""
-        count = Layout.parse(plan.layout).with_(dp=1).world_size
-        ranks = LocalRanks(count, threads=plan.threads, timeout=plan.collective_seconds, backend=BACKENDS[plan.device])
+        count, threads = Layout.parse(plan.layout).with_(dp=1).world_size, plan.sizes.threads
+        ranks = LocalRanks(count, threads=threads, timeout=plan.collective_seconds, backend=BACKENDS[plan.device])
         call = run_in_daemon_thread(partial(ranks.run, SERVE_RANK, plan, replica, timeout=math.inf), "ranks")
         try:
             await asyncio.wrap_future(call)
@@ -112,7 +108,7 @@ class JoinedStarter:
             await asyncio.Event().wait()
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "meshwright.serving.ranks"),
-            stdin=asyncio.subprocess.PIPE, stdout=2, env=build_child_environment(plan.threads),
+            stdin=asyncio.subprocess.PIPE, stdout=2, env=build_child_environment(plan.sizes.threads),
         )  # fmt: skip
         try:
             await process.communicate(to_json(plan) + b"\n")

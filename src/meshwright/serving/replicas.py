@@ -63,7 +63,7 @@ class Replicas:
         self.failure: MeshwrightError | None = None
         self._starter, self._limits, self._log = starter, limits or QueueLimits(), log
         self._line = WaitingLine(self._limits)
-        self._replicas = [Replica(index, plan.limits.max_sequences, layout.pp) for index in range(layout.dp)]
+        self._replicas = [Replica(index, plan.sizes.max_sequences, layout.pp) for index in range(layout.dp)]
         self._streams: dict[str, Stream] = {}
         self._outputs = TypeAdapter(Output)
         self._parked: list[Stream] = []  # waiting until a replica is ready
@@ -85,18 +85,18 @@ class Replicas:
     def properties(self) -> Mapping[str, Any]:
         """Properties of the engine as JSON: layout, dtype, threads, sizes, instruction set and kernel version (or the
         reason why plain torch is used instead), rank processes."""
-        plan, limits, first = self.plan, self.plan.limits, next(iter(self.hellos.values()), {})
+        plan, sizes, first = self.plan, self.plan.sizes, next(iter(self.hellos.values()), {})
         return {
             "layout": plan.layout.replace(":nosp", ""),  # a step's tokens are never split over tp
-            "dtype": plan.dtype, "threads": plan.threads, "kv_blocks": limits.blocks, "max_length": limits.max_length,
-            "max_sequences": limits.max_sequences, "token_budget": limits.token_budget, "ranks": self.rank_processes,
+            "dtype": sizes.dtype, "threads": sizes.threads, "kv_blocks": sizes.blocks, "max_length": sizes.max_length,
+            "max_sequences": sizes.max_sequences, "token_budget": sizes.token_budget, "ranks": self.rank_processes,
             **{name: first.get(name) for name in SAME_ON_ALL_RANKS}, "plain_torch": plan.plain_torch or None,
         }  # fmt: skip
 
     @property
     def max_requests(self) -> int:
         """Maximum number of unfinished requests at a time, in the queue and on all replicas together."""
-        return self._limits.requests + len(self._replicas) * self.plan.limits.max_sequences
+        return self._limits.requests + len(self._replicas) * self.plan.sizes.max_sequences
 
     @property
     def rank_processes(self) -> list[dict[str, int]]:
@@ -266,7 +266,7 @@ class Replicas:
     async def _watch_steps(self) -> None:
         """Loop that marks a replica as lost if it has requests but reported no step within its time limit
         (`Replica.compute_step_limit`, at least the plan's `step_seconds`)."""
-        seconds, budget = self.plan.step_seconds, self.plan.limits.token_budget
+        seconds, budget = self.plan.step_seconds, self.plan.sizes.token_budget
         while True:
             await asyncio.sleep(min(LOOK_SECONDS, seconds / 4))
             for each in self._replicas:
@@ -353,7 +353,7 @@ class Replicas:
             return
         hashes = HashChain(request.tokens, request.cache_salt).hashes if len(self._replicas) > 1 else []
         replica = min(ready, key=lambda each: each.pending_tokens - BLOCK_TOKENS * each.count_cached_blocks(hashes))
-        replica.remember(hashes, self.plan.limits.blocks // self.hellos[replica.index, 0]["block_tables"])
+        replica.remember(hashes, self.plan.sizes.blocks // self.hellos[replica.index, 0]["block_tables"])
         if not replica.streams:
             replica.last_message = time.monotonic()
         stream.replica = replica

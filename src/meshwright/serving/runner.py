@@ -54,33 +54,34 @@ DEVICE_DTYPES = ("float32", "bfloat16", "float16")
 def build_runner(plan: RankPlan, mesh: Mesh) -> Runner:
     """Build the runner for this rank: load its part of the model and allocate its KV pool.
 
-    plan: settings, of which checkpoint, dtype, sizes, threads, instruction set and `batch_invariant` are used. mesh:
+    plan: settings, of which checkpoint, sizes, instruction set and `batch_invariant` are used. mesh:
     mesh of the replica, with axes tp, pp, and ep inside tp. Raises UserError if the checkpoint is damaged or of an
     encoder, or needs kernels that cannot be built or run here.
     """
     weights = RankWeights(Path(plan.checkpoint), mesh)
     if mesh.device.type == "cuda":
         return _build_device_runner(weights, mesh, plan)
-    compiled = plan.dtype in KERNEL_DTYPES and plan.instruction_set != PLAIN_TORCH
+    sizes = plan.sizes
+    compiled = sizes.dtype in KERNEL_DTYPES and plan.instruction_set != PLAIN_TORCH
     if compiled and (kernels := load_kernels(plan.instruction_set)) is not None:
-        kernels.set_threads(plan.threads)
-        return NativeRunner(kernels, weights, mesh, plan.dtype, plan.limits)
+        kernels.set_threads(sizes.threads)
+        return NativeRunner(kernels, weights, mesh, sizes.dtype, sizes)
     if mesh.layout.expert_parallel:
         raise UserError(f"ep{mesh.ep.size} needs the compiled kernels: install g++, or leave ep out")
-    return TorchRunner(weights, mesh, getattr(torch, plan.dtype), plan.limits)
+    return TorchRunner(weights, mesh, getattr(torch, sizes.dtype), sizes)
 
 
 def _build_device_runner(weights: RankWeights, mesh: Mesh, plan: RankPlan) -> Runner:
     """Build the runner for a GPU. weights: reader of this rank's weights. mesh: gives the device and the axes tp, pp
-    and ep. plan: settings, of which dtype, sizes and `batch_invariant` are used. Raises UserError if the dtype is not
+    and ep. plan: settings, of which sizes and `batch_invariant` are used. Raises UserError if the dtype is not
     supported on GPUs, or Triton is missing."""
-    if plan.dtype not in DEVICE_DTYPES:
-        raise UserError(f"dtype {plan.dtype}: on a GPU serving takes {', '.join(DEVICE_DTYPES)}")
+    if plan.sizes.dtype not in DEVICE_DTYPES:
+        raise UserError(f"dtype {plan.sizes.dtype}: on a GPU serving takes {', '.join(DEVICE_DTYPES)}")
     try:
         from meshwright.kernels import device_operations
     except ModuleNotFoundError as error:
         raise UserError(f"serving on a GPU needs {error.name}: run pip install triton") from None
     from meshwright.serving.device_runner import DeviceRunner
 
-    dtype, invariant = getattr(torch, plan.dtype), plan.batch_invariant
-    return DeviceRunner(weights, mesh, dtype, plan.limits, device_operations, batch_invariant=invariant)
+    dtype, invariant = getattr(torch, plan.sizes.dtype), plan.batch_invariant
+    return DeviceRunner(weights, mesh, dtype, plan.sizes, device_operations, batch_invariant=invariant)

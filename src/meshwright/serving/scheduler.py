@@ -18,13 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.errors import UserError
+from meshwright.planner.serving.ledger import ServingSizes
 from meshwright.serving.admission import AdmissionState, AnswerLengthRatio
 from meshwright.serving.blocks import BlockPool
 from meshwright.serving.logit_rows import LogitRow, StepOutput
 from meshwright.serving.request import FinishReason, Output, Request
 from meshwright.serving.sampling import TokenResult
 from meshwright.serving.sequence import Sequence
-from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.block_tables import BLOCK_TOKENS, count_blocks, first_block_in_window, max_sequence_tokens
 
 Integers = npt.NDArray[np.int32]
@@ -83,7 +83,7 @@ class Scheduler:
         pool: Pool of KV blocks.
         windows: Sliding window of each block table in tokens; None: no window."""
 
-    def __init__(self, limits: StepLimits, windows: SequenceOf[int | None] = (None,), groups: int = 1) -> None:
+    def __init__(self, limits: ServingSizes, windows: SequenceOf[int | None] = (None,), groups: int = 1) -> None:
         """Create a scheduler without requests and an empty pool of KV blocks; arguments: see the class."""
         assert limits.token_budget >= limits.max_sequences >= groups >= 1, limits
         self.pool = BlockPool(limits.blocks)
@@ -134,7 +134,7 @@ class Scheduler:
         mine = [sequence for sequence in self._admitted if sequence.group == group]  # by age
         mine.sort(key=lambda sequence: len(sequence.tokens) - sequence.computed > 1)  # decoding ones first
         picked: list[tuple[Sequence, range, range]] = []
-        budget, rows = self._limits.token_budget, self._limits.logits
+        budget, rows = self._limits.token_budget, self._limits.logit_rows
         decoding = sum(len(sequence.tokens) - sequence.computed == 1 for sequence in mine)
         budget -= max(0, min(-(-self._limits.max_sequences // self._groups), budget // 8) - decoding)  # for later ones
         for sequence in mine:

@@ -29,7 +29,7 @@ from meshwright.launcher.signals import StopSignals
 from meshwright.layout import Layout
 from meshwright.names import check_options
 from meshwright.planner.serving.ledger import ServingLedger, ServingSizes, bill_text, parse_dtype
-from meshwright.serving.memory import DEFAULT_FRACTION, make_step_limits, plan_memory
+from meshwright.serving.memory import DEFAULT_FRACTION, plan_memory
 from meshwright.serving.rank_starter import JoinedStarter, LocalStarter, RankPlan
 from meshwright.serving.replicas import Replicas
 from meshwright.serving.waiting_line import QueueLimits
@@ -272,8 +272,7 @@ def _make_replicas(model: _Settings, options: dict[str, Any], log: Callable[[str
     `serve`."""
     info, ledger = model.info, model.ledger
     plan = RankPlan(
-        str(model.checkpoint.resolve()), str(ledger.layout), ledger.sizes.dtype, make_step_limits(ledger),
-        ledger.sizes.threads, options.get("step_seconds", 60.0),
+        str(model.checkpoint.resolve()), str(ledger.layout), ledger.sizes, options.get("step_seconds", 60.0),
         model.device if info is None else options.get("device", "auto"),
         options.get("batch_invariant", False), *model.kernels,
     )  # fmt: skip
@@ -311,7 +310,7 @@ async def _start_ranks(model: _Settings, replicas: Replicas, phases: _StartupTim
     prompts, _ = await asyncio.gather(asyncio.wrap_future(run_in_daemon_thread(load, "load")), start())
     ledger, each = model.ledger, " a replica" if model.ledger.layout.dp > 1 else ""
     phases.log(
-        f"memory: {ledger.blocks} KV blocks of 16 tokens on each rank, for {ledger.concurrency:.1f} sequences of "
+        f"memory: {ledger.sizes.blocks} KV blocks of 16 tokens on each rank, for {ledger.concurrency:.1f} sequences of "
         f"{ledger.sizes.max_length} tokens{each}"
     )
     for line in bill_text(ledger, [hello["memory"] for hello in replicas.hellos.values()]):

@@ -17,9 +17,9 @@ from meshwright.kernels.operations import BLOCK_TOKENS
 from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.precision import at_least_float32
 from meshwright.parallel.tensor import TensorParallel
+from meshwright.planner.serving.ledger import ServingSizes
 from meshwright.planner.serving.torch_ledger import TILE_TOKENS
 from meshwright.serving.scheduler import StepBatch
-from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.weights import RankWeights
 from meshwright.spec.block_tables import BlockTables, block_tables, find_cached_shape
 from meshwright.spec.config import ModelConfig
@@ -150,7 +150,7 @@ class TorchRunner:
         version: "torch" and its version.
     """
 
-    def __init__(self, weights: RankWeights, mesh: Mesh, dtype: torch.dtype, limits: StepLimits) -> None:
+    def __init__(self, weights: RankWeights, mesh: Mesh, dtype: torch.dtype, limits: ServingSizes) -> None:
         """Load the weights and allocate the KV cache; arguments: see the class."""
         self.config, self._stage = weights.config, weights.stage
         self.instruction_set, self.version, self._dtype = "cpu", f"torch {torch.__version__}", dtype
@@ -164,7 +164,7 @@ class TorchRunner:
             for pair in self._cache.pairs:
                 pair.zero_()  # so that its memory is resident
         self._tile = 1 if self.config.experts else TILE_TOKENS
-        self._logit_rows = limits.logits if self._stage.last else 0
+        self._logit_rows = limits.logit_rows if self._stage.last else 0
 
     def memory(self) -> dict[str, int]:
         """Return {kind: bytes}: `weights`, `kv` (cache), `logits` (of a step; 0 unless this is the last pipeline

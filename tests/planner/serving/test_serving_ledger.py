@@ -81,7 +81,7 @@ def test_kv_blocks_fill_the_memory_of_all_ranks():
     assert ledger.total <= 20 * 2**30 < ledger.total + ledger.kv_block
     assert ledger.kv_block == 4 * ledger.stages[0].kv_block
     document = ledger.to_json_dict()
-    assert document["concurrency"]["sequences"] == 2 * ledger.blocks * 16 / 2048
+    assert document["concurrency"]["sequences"] == 2 * ledger.sizes.blocks * 16 / 2048
     assert document["kv_bytes_per_token"] * 16 == 2 * ledger.stages[0].kv_block
     assert sum(ledger.items().values()) == ledger.total
     assert len(bill_text(ledger)) == len(ledger.items()) + 1
@@ -116,8 +116,8 @@ def test_memory_below_one_request_is_refused_with_sufficient_size():
     needed = ledger.fixed + 128 * ledger.kv_block
     with pytest.raises(UserError, match="or --max-length 2032$"):
         fill_memory(ledger, needed - 1)
-    assert fill_memory(ledger, needed).blocks == 128
-    assert fill_memory(ledger, 2 * needed, most_blocks=130).blocks == 130
+    assert fill_memory(ledger, needed).sizes.blocks == 128
+    assert fill_memory(ledger, 2 * needed, most_blocks=130).sizes.blocks == 130
 
 
 def test_dtype_names():

@@ -30,8 +30,6 @@ from meshwright.spec.parameter_entries import ModelParameter
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.stages import LOOKED_UP, Stage, list_stage_units
 
-SCORED_ROWS = 256
-"""Rows of logits of a step that scores prompts."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 """Bytes of a parameter and of a key or value, by dtype."""
 KERNEL_DTYPES = ("float32", "bfloat16")
@@ -56,6 +54,9 @@ class ServingSizes:
         max_length: Most tokens of a sequence; 0: not known yet.
         dtype: Type of parameters and KV cache, a key of `ITEM_BYTES` such as "bfloat16".
         threads: Kernel threads of a rank on a CPU.
+        blocks: Number of KV blocks of each rank.
+        scored_rows: Most rows of logits of a step that scores prompts.
+        resident: True: the whole KV pool gets physical memory when it is allocated; False: page by page as it is used.
     """
 
     token_budget: int = 576
@@ -63,11 +64,14 @@ class ServingSizes:
     max_length: int = 0
     dtype: str = "float32"
     threads: int = 1
+    blocks: int = 0
+    scored_rows: int = 256
+    resident: bool = True
 
     @property
     def logit_rows(self) -> int:
         """Most tokens of a step for which logits are computed: more than one per sequence, as prompts may be scored."""
-        return max(self.max_sequences, min(SCORED_ROWS, self.token_budget))
+        return max(self.max_sequences, min(self.scored_rows, self.token_budget))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +113,6 @@ class ServingLedger:
         stages: Ledger of a rank of each pipeline stage.
         tables: Block tables of the model.
         front: Bytes of the processes other than the ranks (HTTP, tokenization).
-        blocks: Number of KV blocks of each rank.
     """
 
     layout: Layout
@@ -117,7 +120,6 @@ class ServingLedger:
     stages: tuple[RankLedger, ...]
     tables: BlockTables
     front: int = FRONT_BYTES
-    blocks: int = 0
 
     @property
     def fixed(self) -> int:
@@ -132,7 +134,7 @@ class ServingLedger:
     @property
     def total(self) -> int:
         """Bytes of all ranks and the front-end processes, KV blocks included."""
-        return self.fixed + self.blocks * self.kv_block
+        return self.fixed + self.sizes.blocks * self.kv_block
 
     @property
     def blocks_of_longest(self) -> int:
@@ -142,7 +144,7 @@ class ServingLedger:
     @property
     def concurrency(self) -> float:
         """Number of sequences of `max_length` tokens whose KV blocks fit at once into the pool of one replica."""
-        return self.blocks / self.blocks_of_longest
+        return self.sizes.blocks / self.blocks_of_longest
 
     def longest_within(self, blocks: int) -> int:
         """Return the most tokens of a sequence, up to `max_length`, that never holds more than `blocks` KV blocks."""
@@ -157,14 +159,15 @@ class ServingLedger:
         """Return {item: bytes} summed over all ranks; items are the fields of `RankLedger`, "front" and "kv"."""
         names = ("weights", "packed", "workspace", "logits", "communication", "slack")
         found = {name: self._copies * sum(getattr(stage, name) for stage in self.stages) for name in names}
-        return {**found, "front": self.front, "kv": self.blocks * self.kv_block}
+        return {**found, "front": self.front, "kv": self.sizes.blocks * self.kv_block}
 
     def to_json_dict(self) -> dict[str, Any]:
         """Return the ledger as a JSON object: memory of the server in GiB, and of each stage's rank in bytes."""
+        names = ("token_budget", "max_sequences", "max_length", "dtype", "threads")
         return {
             "layout": str(self.layout.with_(tensor_sequence_parallel=True)),
-            **asdict(self.sizes),
-            "kv_blocks": self.blocks,
+            **{name: getattr(self.sizes, name) for name in names},
+            "kv_blocks": self.sizes.blocks,
             "kv_bytes_per_token": self.kv_block * len(self.tables.windows) / self.layout.dp / BLOCK_TOKENS,
             "concurrency": {"max_length": self.sizes.max_length, "sequences": self.concurrency * self.layout.dp},
             "memory_gib": {name: size / GIB for name, size in {**self.items(), "total": self.total}.items()},
@@ -352,8 +355,7 @@ def fill_memory(ledger: ServingLedger, budget: int, most_blocks: int | None = No
     """Return the ledger with as many KV blocks as fit into `budget` bytes, at most `most_blocks` (None: no limit).
     Raises `UserError` if not even one sequence of `max_length` tokens fits."""
     blocks = max(0, budget - ledger.fixed) // ledger.kv_block
-    if most_blocks is not None:
-        blocks = min(blocks, most_blocks)
+    blocks = blocks if most_blocks is None else min(blocks, most_blocks)
     longest = ledger.blocks_of_longest
     if blocks < longest:
         needed = ledger.fixed + longest * ledger.kv_block
@@ -365,7 +367,7 @@ def fill_memory(ledger: ServingLedger, budget: int, most_blocks: int | None = No
             f"buffers take {format_bytes(ledger.fixed)}, its KV blocks {format_bytes(longest * ledger.kv_block)}; "
             f"{enough}{shorter}"
         )
-    return replace(ledger, blocks=blocks)
+    return replace(ledger, sizes=replace(ledger.sizes, blocks=blocks))
 
 
 def bill_text(ledger: ServingLedger, measured: Sequence[dict[str, int]] = ()) -> list[str]:
@@ -375,7 +377,6 @@ def bill_text(ledger: ServingLedger, measured: Sequence[dict[str, int]] = ()) ->
     lines = []
     for name, size in {**ledger.items(), "total": ledger.total}.items():
         line = f"  {name:<14}{format_bytes(size):>12}"
-        if found.get(name):
-            line += f"   measured {format_bytes(found[name])} ({size / found[name] - 1:+.1%})"
-        lines.append(line)
+        real = found.get(name)
+        lines.append(line + (f"   measured {format_bytes(real)} ({size / real - 1:+.1%})" if real else ""))
     return lines
