@@ -285,6 +285,7 @@ def test_model_and_engine_are_described(http: httpx.Client, client: openai.OpenA
         ({"prompt": ["a"] * 577}, "n"),  # more than the engine runs and queues: no retry could succeed
         ({"prompt": [1, 10**6]}, "prompt"),
         ({"temperature": -1}, "temperature"),
+        ({"temperature": 101}, "temperature"),
         ({"temperature": "1"}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"n": 0}, "n"),

@@ -6,11 +6,12 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from meshwright.errors import RankLost
-from meshwright.serving.messages import Channel, encode
+from meshwright.serving.messages import Channel, Listener, encode
 
 
 def connect_pair() -> tuple[socket.socket, socket.socket]:
@@ -42,6 +43,24 @@ def test_message_is_received_whole_although_a_signal_interrupts_its_arrival():
         signal.signal(signal.SIGUSR1, before)
         channel.close()
         theirs.close()
+
+
+def test_listener_accepts_only_who_proves_to_know_the_secret():
+    listener = Listener("127.0.0.1", "secret")
+    host, port = listener.address.split(":")
+    with ThreadPoolExecutor(1) as thread, socket.create_connection((host, int(port))) as stranger:
+        stranger.sendall(bytes(32))
+        connecting = thread.submit(Channel.connect, listener.address, "secret")
+        accepted = listener.accept(10.0)
+        listener.close()  # ends a connection that was not accepted
+        rank = connecting.result()
+        rank.send(encode({"from": "rank"}))
+        assert accepted.receive() == {"from": "rank"} and rank.own_address == host
+        assert len(stranger.recv(100, socket.MSG_WAITALL)) == 32  # the listener's random bytes, then the end
+    with pytest.raises(RankLost, match="nothing listens"):
+        Channel.connect(listener.address, "secret")
+    accepted.close()
+    rank.close()
 
 
 def test_all_arrived_messages_are_received_in_order_and_a_closed_connection_is_a_lost_rank():

@@ -15,7 +15,7 @@ from meshwright.serving.http import HttpApp
 from meshwright.serving.protocol import bodies
 from meshwright.serving.protocol.bodies import parse_body
 from meshwright.serving.protocol.errors import ApiError
-from meshwright.serving.protocol.unsupported import UNSUPPORTED
+from meshwright.serving.protocol.parameters import UNSUPPORTED
 from tests.serving.fake_engine import FakeEngine, make_prompts
 
 MODELS = {

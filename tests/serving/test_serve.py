@@ -86,10 +86,12 @@ def is_alive(pid: int) -> bool:
 def test_server_of_several_ranks(stories: Path):
     """Ready line, answers, a killed rank during a stream, drain, and signals until the end: one server for all, as its
     start costs seconds."""
-    options = "--layout", "pp2", "--served-model-name", "stories", "--step-seconds", "3600"
+    options = "--layout", "pp2", "--served-model-name", "stories", "--step-seconds", "3600", "--queue-requests", "7"
     with running(stories, *options) as (process, ready):
         url = ready["url"]
         assert (ready["model"], ready["layout"], ready["dtype"]) == ("stories", "pp2", "float32")
+        many = httpx.post(f"{url}/v1/completions", json={"prompt": ["x"] * (64 + 7 + 1)})
+        assert many.status_code == 400 and "at most 71" in many.text  # 64 sequences run, 7 requests wait
         assert ready["kv_blocks"] == 4096 and 0 < ready["seconds_to_ready"] < 300
         measured = ready["memory"]["measured"]
         for item in ("packed", "kv", "logits", "weights"):

@@ -99,8 +99,8 @@ class Lowering:
         self._names = {id(module): name for name, module in self._model.named_modules()}
         self._rotations: dict[Rotation | Temperature | None, Any] = {None: (None, None)}
         self._rotations |= {  # nothing else refers to the tables, which are large for long contexts
-            turn: tuple(self._memory.copy(each.numpy()) for each in pair)
-            for turn, pair in make_position_tables(
+            positions: tuple(self._memory.copy(each.numpy()) for each in pair)
+            for positions, pair in make_position_tables(
                 self.config, self._stage.layers, limits.max_length, torch.device("cpu")
             ).items()
         }
@@ -173,13 +173,13 @@ class Lowering:
                     self.ops.append(op.Norm(part, part, weight, None, config.norm_epsilon))
             q_norm = k_norm = None
         table, place = self._tables.layers[layer]
-        cache, turn = op.LayerCache(*self._caches[place], size, table), config.layer_positions(layer)
+        cache, positions = op.LayerCache(*self._caches[place], size, table), config.layer_positions(layer)
         epsilon = config.norm_epsilon
         if rotated := config.layer_rotated_norm(layer):
             factor, epsilon = rotated
             q_norm = k_norm = np.full(size, factor, np.float32)
-        (cosine, sine), alone = self._rotations[turn], isinstance(turn, Temperature)
-        self.ops.append(op.RopeStore(qkv, cache, heads, cosine, sine, q_norm, k_norm, epsilon, alone))
+        (cosine, sine), queries_only = self._rotations[positions], isinstance(positions, Temperature)
+        self.ops.append(op.RopeStore(qkv, cache, heads, cosine, sine, q_norm, k_norm, epsilon, queries_only))
         out, window = self._memory.get_buffer("attention", heads * size), config.layer_window(layer) or 0
         softcap, sinks = config.attention_softcap or 0.0, self._read_optional(attention, "sinks")
         chunks = config.window_chunks and window > 0

@@ -152,17 +152,15 @@ class Listener:
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             self._socket.settimeout(left)
-            try:
+            with suppress(OSError):
                 connection, _ = self._socket.accept()
                 connection.settimeout(left)
                 nonce = secrets.token_bytes(_NONCE_BYTES)
                 connection.sendall(nonce)
                 proof = connection.recv(_PROOF_BYTES, socket.MSG_WAITALL)
-            except OSError:
-                continue
-            if hmac.compare_digest(proof, _sign_nonce(self._secret, nonce)):
-                return Channel(connection)
-            connection.close()
+                if hmac.compare_digest(proof, _sign_nonce(self._secret, nonce)):
+                    return Channel(connection)
+                connection.close()
         raise RankLost(f"no rank connected within {seconds:g} s")
 
     def close(self) -> None:

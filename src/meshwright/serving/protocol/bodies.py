@@ -15,27 +15,12 @@ from pydantic_core import PydanticCustomError, from_json
 from meshwright.data.records.template_inputs import Conversation, parse_conversation
 from meshwright.data.tokenizers.prompts import Prompts, PromptTooLong
 from meshwright.errors import UserError
+from meshwright.serving.protocol import parameters
 from meshwright.serving.protocol.errors import ApiError
-from meshwright.serving.protocol.unsupported import UNSUPPORTED, UNSUPPORTED_IN_MESSAGES
 from meshwright.serving.sampling import Sampling
 from meshwright.untrusted import check_nesting
 
-MAX_SEQUENCES = 1024  # prompts x n of one HTTP request
-
 _SUBJECT = re.compile("(Input|List|String|Dictionary|Tuple) should")
-
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
-Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_SEQUENCES, fail_fast=True)]
-TokenLists = Annotated[list[Tokens], Field(min_length=1, max_length=MAX_SEQUENCES, fail_fast=True)]
-StopString = Annotated[str, Field(min_length=1, max_length=128)]
-BiasedToken = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
-Bias = Annotated[float, Field(ge=-100, le=100)]
-# left_to_right: a bias of 0 must not become False, which bans the token. Not strict: a JSON array is a list.
-PairedBias = Annotated[Bias | Literal[False], Field(union_mode="left_to_right")]
-BiasPair = Annotated[tuple[TokenId, PairedBias], Field(strict=False)]
-TokenCount = Annotated[int, Field(ge=0, le=2**30)]
-Alternatives = Annotated[int, Field(ge=0, le=20, description="number of most likely tokens reported for each token")]
 
 
 def _make_wrong_field_error(name: str, message: str, kind: str = "wrong_field") -> PydanticCustomError:
@@ -78,7 +63,7 @@ class EndpointBody(Body):
     """Base class of the bodies of all endpoints. Fields in `UNSUPPORTED` are rejected, except with values that have no
     effect."""
 
-    unsupported = UNSUPPORTED
+    unsupported = parameters.UNSUPPORTED
 
 
 class ChatMessage(Body):
@@ -86,7 +71,7 @@ class ChatMessage(Body):
     assistant's message has only tool calls. tool_calls: the calls, in OpenAI's format. tool_call_id: ID of the call
     that a message of the role "tool" answers."""
 
-    unsupported = UNSUPPORTED_IN_MESSAGES
+    unsupported = parameters.UNSUPPORTED_IN_MESSAGES
 
     role: Literal["system", "user", "assistant", "tool", "developer"]
     content: str | list[dict[str, Any]] | None = None
@@ -98,7 +83,6 @@ class ChatMessage(Body):
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
-ParseSpecial = Annotated[bool, Field(description="parse special tokens that a text prompt spells")]
 
 
 class TemplateBody(EndpointBody):
@@ -130,7 +114,7 @@ class TokenizeBody(TemplateBody):
     content: str | None = None
     add_special_tokens: bool = Field(True, description="begin the prompt with the model's start token")
     add_special: bool = Field(False, description="the same for content")
-    parse_special: ParseSpecial = False
+    parse_special: parameters.ParseSpecial = False
     return_token_strs: bool = Field(False, description="return the text of each token as `token_strs`")
     with_pieces: bool = Field(False, description="return each token as an object of `id` and `piece`")
 
@@ -148,7 +132,7 @@ class DetokenizeBody(EndpointBody):
     """Body of `/detokenize`: token IDs to be converted to text."""
 
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+    tokens: Annotated[list[parameters.TokenId], Field(fail_fast=True)]
 
 
 class StreamOptions(Body):
@@ -164,38 +148,34 @@ class GenerationBody(EndpointBody):
 
     default_tokens: ClassVar[int | None] = None  # of `max_tokens`; None: up to the model's maximum length
 
-    max_tokens: TokenCount | None
+    max_tokens: parameters.TokenCount | None
     model: str | None = Field(None, description="name of the served model")
-    n: int = Field(1, ge=1, le=128, description="choices for each prompt")
-    temperature: float = Field(1.0, ge=0, le=100, description="0: the most likely token")
-    top_p: float = Field(1.0, gt=0, le=1, description="1: off")
-    top_k: int = Field(0, ge=-1, le=2**31 - 1, description="0 or -1: off")
-    min_p: float = Field(0.0, ge=0, le=1, description="0: off")
-    repetition_penalty: float = Field(1.0, ge=0.01, le=100, description="1: off")
-    presence_penalty: float = Field(0.0, ge=-2, le=2, description="0: off")
-    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="0: off")
-    logit_bias: dict[BiasedToken, Bias] | list[BiasPair] = Field(
+    n: parameters.Choices = Field(1, description="choices for each prompt")
+    temperature: parameters.Temperature = 1.0
+    top_p: parameters.TopP = 1.0
+    top_k: parameters.TopK = 0
+    min_p: parameters.MinP = 0.0
+    repetition_penalty: parameters.RepetitionPenalty = 1.0
+    presence_penalty: parameters.AdditivePenalty = 0.0
+    frequency_penalty: parameters.AdditivePenalty = 0.0
+    logit_bias: dict[parameters.BiasedToken, parameters.Bias] | list[parameters.BiasPair] = Field(
         {}, max_length=1024, description="by token ID, or as llama.cpp's pairs [token ID, bias]; false there: -100"
     )
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="null: chosen at random, and returned")
-    min_tokens: int = Field(
-        0, ge=0, le=2**30, description="tokens before a stop token or stop string can end the answer"
-    )
-    stop: StopString | Annotated[list[StopString], Field(max_length=32)] = []
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] = []
+    min_tokens: parameters.TokenCount = Field(0, description="tokens before a stop token or string may end the answer")
+    stop: parameters.StopString | Annotated[list[parameters.StopString], Field(max_length=32)] = []
+    stop_token_ids: Annotated[list[parameters.TokenId], Field(max_length=1024, fail_fast=True)] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = Field(False, description="do not stop at the model's end tokens")
     add_special_tokens: bool = Field(True, description="begin a text prompt with the model's start token")
     truncate_prompt_tokens: Annotated[int, Field(ge=1, le=2**30)] | Literal[-1] | None = Field(
         None, description="keep only this many last tokens of the prompt; -1: the model's maximum length"
     )
-    prompt_logprobs: Alternatives | None = None
+    prompt_logprobs: parameters.Alternatives | None = None
     stream: bool = False
     priority: int = Field(0, ge=-(2**31), le=2**31 - 1, description="lower values are admitted first")
     timeout: float | None = Field(None, gt=0, le=1e6, description="seconds until the request is cancelled (408)")
-    cache_salt: str = Field(
-        "", max_length=256, description="share the prefix cache only with requests of the same salt"
-    )
+    cache_salt: str = Field("", max_length=256, description="share the prefix cache only with requests of equal salt")
 
     @property
     def alternatives(self) -> int | None:
@@ -238,10 +218,10 @@ class PromptBody(GenerationBody):
     """Base class of the bodies that have a `prompt` (texts or token IDs) instead of messages. echo: True to put the
     prompt's text before the answer."""
 
-    prompt: str | Tokens | Texts | TokenLists
-    max_tokens: TokenCount | None = Field(None, description="default: 16")
-    logprobs: Alternatives | None = None
-    parse_special: ParseSpecial = False
+    prompt: str | parameters.Tokens | parameters.Texts | parameters.TokenLists
+    max_tokens: parameters.TokenCount | None = Field(None, description="default: 16")
+    logprobs: parameters.Alternatives | None = None
+    parse_special: parameters.ParseSpecial = False
     echo: bool = Field(False, description="begin the text with the prompt; with logprobs, score its tokens")
 
     @property
@@ -270,17 +250,17 @@ class PromptBody(GenerationBody):
 class LlamaBody(PromptBody):
     """Body of llama.cpp's `/completion`, with llama.cpp's field names, defaults, and meanings of 0 and -1."""
 
-    prompt: str | Tokens
+    prompt: str | parameters.Tokens
     n: int = Field(1, ge=1, le=1)
-    temperature: float = Field(0.8, ge=0, le=100, description="0: the most likely token")
-    top_p: float = Field(0.95, gt=0, le=1, description="1: off")
-    top_k: int = Field(40, ge=-1, le=2**31 - 1, description="0 or -1: off")
-    min_p: float = Field(0.05, ge=0, le=1, description="0: off")
-    repetition_penalty: float = Field(1.0, ge=0.01, le=100, alias="repeat_penalty", description="1: off")
-    max_tokens: TokenCount | Literal[-1] | None = Field(
+    temperature: parameters.Temperature = 0.8
+    top_p: parameters.TopP = 0.95
+    top_k: parameters.TopK = 40
+    min_p: parameters.MinP = 0.05
+    repetition_penalty: parameters.RepetitionPenalty = Field(1.0, alias="repeat_penalty")
+    max_tokens: parameters.TokenCount | Literal[-1] | None = Field(
         None, alias="n_predict", description="-1: up to the model's maximum length"
     )
-    logprobs: Alternatives | None = Field(None, alias="n_probs")
+    logprobs: parameters.Alternatives | None = Field(None, alias="n_probs")
     return_tokens: bool = False
 
     @model_validator(mode="before")
@@ -294,7 +274,7 @@ class LlamaBody(PromptBody):
 class OpenAIBody(GenerationBody):
     """Base class of the bodies of OpenAI's `/v1/completions` and `/v1/chat/completions`: the fields of both."""
 
-    best_of: int | None = Field(None, ge=1, le=128, description="must equal n")
+    best_of: parameters.Choices | None = Field(None, description="must equal n")
     stream_options: StreamOptions = Field(default_factory=lambda: StreamOptions.model_validate({}))
     return_token_ids: bool = Field(False, description="return the `token_ids` of each choice")
     return_tokens_as_token_ids: bool = Field(False, description="show a token in logprobs as token_id:7")
@@ -322,10 +302,10 @@ class CompletionBody(PromptBody, OpenAIBody):
 class ChatBody(OpenAIBody, ConversationBody):
     """Body of OpenAI's `/v1/chat/completions`: generation of a conversation's next assistant message."""
 
-    max_tokens: TokenCount | None = Field(None, description="default: up to the model's maximum length")
-    max_completion_tokens: TokenCount | None = Field(None, description="newer name of max_tokens")
+    max_tokens: parameters.TokenCount | None = Field(None, description="default: up to the model's maximum length")
+    max_completion_tokens: parameters.TokenCount | None = Field(None, description="newer name of max_tokens")
     logprobs: bool = False
-    top_logprobs: Alternatives = Field(0, description="needs logprobs: true")
+    top_logprobs: parameters.Alternatives = Field(0, description="needs logprobs: true")
 
     @model_validator(mode="after")
     def _check_names(self) -> ChatBody:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from meshwright.data.tokenizers.prompts import Prompts
 from meshwright.serving.choices import Choice, StopRule
 from meshwright.serving.protocol.answers import AnswerFormatter, ChatFormatter, CompletionFormatter, LlamaFormatter
-from meshwright.serving.protocol.bodies import MAX_SEQUENCES, ChatBody, CompletionBody, GenerationBody, LlamaBody
+from meshwright.serving.protocol.bodies import ChatBody, CompletionBody, GenerationBody, LlamaBody
 from meshwright.serving.protocol.errors import ApiError
+from meshwright.serving.protocol.parameters import MAX_SEQUENCES
 from meshwright.serving.request import Request
 from meshwright.serving.waiting_line import Ticket
 
