@@ -128,14 +128,6 @@ class HttpApp:
         message, code = f"{request.method} {path[:200]}: {reason}", reason.replace(" ", "_")
         raise ApiError(status, message, code=code, headers=headers)
 
-    def _check_queue(self, path: str, ticket: Ticket) -> None:
-        """Raise ApiError if the engine's queue is so full that it would refuse even the shortest request. Do nothing
-        for a `path` that generates no text. ticket: identity of the request. By its ticket the retry of a refused
-        request is recognised and keeps its place in the waiting line."""
-        if path in GENERATION and (refusal := self._client.admit((), ticket)) is not None:
-            self.metrics.refuse(refusal.reason)
-            raise make_refusal_error(refusal)
-
     def refuse_connection(self) -> Response:
         """Return the HTTP response (429) for a new connection beyond the limit on connections."""
         refusal = self._client.admit((), Ticket())
@@ -169,13 +161,15 @@ class HttpApp:
             except UserError as error:
                 raise make_option_error(error, model) from None
 
-        path, closed = request.scope["path"], self._client.state in ("starting", "draining", "failed")
-        if self._bodies.is_large(request) or closed:
-            self._check_queue(path, Ticket())
+        generates = request.scope["path"] in GENERATION
+        closed = self._client.state in ("starting", "draining", "failed")
+        if (self._bodies.is_large(request) or closed) and generates:
+            self._runner.check_queue((), Ticket())
         data = await self._bodies.read(request)
         try:
             request.state.ticket = self._bodies.identify(request, data)
-            self._check_queue(path, request.state.ticket)
+            if generates:
+                self._runner.check_queue((), request.state.ticket)
             slow = len(data) > LARGE_BODY or "messages" in model.model_fields
             return await asyncio.to_thread(parse, data) if slow else parse(data)
         finally:

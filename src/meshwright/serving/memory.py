@@ -61,7 +61,7 @@ def plan_memory(
     Args:
         config: Configuration of the model.
         layout: Layout for serving, checked by `spec.refuse.serving_layout`.
-        sizes: Sizes of a step, dtype of parameters and KV cache, and threads; `max_length` is taken from below.
+        sizes: Sizes of a step, dtype of parameters and KV cache, and threads; `max_length` and `blocks` are found here.
         memory: Value of `--memory`; None: 0.9, with at most `DEFAULT_POOL` bytes of KV blocks.
         max_length: Maximum number of tokens of a sequence; None: the model's positions, or fewer if they do not fit.
         compiled: True if compiled CPU kernels compute the steps (where they support the dtype), False if plain torch
@@ -77,9 +77,9 @@ def plan_memory(
     for option, number in (("--token-budget", sizes.token_budget), ("--max-sequences", sizes.max_sequences)):
         if number < 1:
             raise UserError(f"{option} {number}: should be 1 or more")
-    sequences, budgeted = sizes.max_sequences, sizes.token_budget
-    if sequences > budgeted:
-        raise UserError(f"--max-sequences {sequences}: should be at most the --token-budget of {budgeted}")
+    sequences = sizes.max_sequences
+    if sequences > sizes.token_budget:
+        raise UserError(f"--max-sequences {sequences}: should be at most the --token-budget of {sizes.token_budget}")
     if sequences < layout.pp:
         raise UserError(f"--max-sequences {sequences}: should be at least pp{layout.pp}, a sequence per stage")
     if max_length is not None and not 1 <= max_length <= config.max_positions:

@@ -70,13 +70,12 @@ def serve_mesh(plan: RankPlan, mesh: Mesh, replica: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     began = time.perf_counter()
     engine: Engine = pkgutil.resolve_name(plan.engine)(plan, mesh)
-    seconds = time.perf_counter() - began
+    about = {**engine.properties(), "seconds": time.perf_counter() - began}
     peers = mesh.tp.size * mesh.pp.size
     rank = mesh.pp.rank * mesh.tp.size + mesh.tp.rank
     front = Channel.connect(plan.front, plan.secret)
     gc.freeze()  # a full collection would look through all modules, for 0.1 s between two tokens
-    who = {"replica": replica, "rank": rank, "start": plan.start, "pid": os.getpid(), "seconds": seconds}
-    front.send(encode({"hello": who | engine.properties()}))
+    front.send(encode({"hello": {"replica": replica, "rank": rank, "start": plan.start, "pid": os.getpid(), **about}}))
     followers = []
     if peers > 1:
         listener = None if rank else Listener(front.own_address, plan.secret)

@@ -89,7 +89,8 @@ class Replicas:
         return {
             "layout": plan.layout.replace(":nosp", ""),  # a step's tokens are never split over tp
             "dtype": sizes.dtype, "threads": sizes.threads, "kv_blocks": sizes.blocks, "max_length": sizes.max_length,
-            "max_sequences": sizes.max_sequences, "token_budget": sizes.token_budget, "ranks": self.rank_processes,
+            "max_sequences": sizes.max_sequences, "token_budget": sizes.token_budget,
+            "ranks": [{name: hello[name] for name in ("replica", "rank", "pid")} for hello in self.hellos.values()],
             **{name: first.get(name) for name in SAME_ON_ALL_RANKS}, "plain_torch": plan.plain_torch or None,
         }  # fmt: skip
 
@@ -97,11 +98,6 @@ class Replicas:
     def max_requests(self) -> int:
         """Maximum number of unfinished requests at a time, in the queue and on all replicas together."""
         return self._limits.requests + len(self._replicas) * self.plan.sizes.max_sequences
-
-    @property
-    def rank_processes(self) -> list[dict[str, int]]:
-        """Connected rank processes, {"replica": index, "rank": rank in the replica, "pid": process id} each."""
-        return [{name: hello[name] for name in ("replica", "rank", "pid")} for hello in self.hellos.values()]
 
     def admit(self, requests: Sequence[Request], ticket: Ticket) -> Refusal | None:
         """Return None if the queue has room for all of `requests`, else the refusal with the time to retry. Queues

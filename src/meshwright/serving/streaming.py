@@ -19,7 +19,8 @@ from meshwright.serving.protocol.answers import END_OF_STREAM
 from meshwright.serving.protocol.errors import FAILED_ENDS, ApiError, make_refusal_error, to_api_error
 from meshwright.serving.protocol.jobs import Job
 from meshwright.serving.replicas import Replicas
-from meshwright.serving.request import Output
+from meshwright.serving.request import Output, Request
+from meshwright.serving.waiting_line import Ticket
 
 ABORT = "meshwright.abort"  # key of the ASGI scope: function that drops the connection
 Take = Callable[[Choice, Piece], None]
@@ -58,6 +59,13 @@ class JobRunner:
             await _cancel_tasks(run, left)
         return job.formatter.format_answer(job.choices, [Piece.join(each) for each in pieces])
 
+    def check_queue(self, requests: Sequence[Request], ticket: Ticket) -> None:
+        """Raise ApiError if the engine's queue refuses `requests` (none: even the shortest request), and count the
+        refusal. ticket: identity of the HTTP request."""
+        if (refusal := self._client.admit(requests, ticket)) is not None:
+            self._metrics.refuse(refusal.reason)
+            raise make_refusal_error(refusal)
+
     def start(self, job: Job, take: Take) -> asyncio.Task[None]:
         """Submit all requests of a job to the engine; return the task that calls `take(choice, piece)` for each new
         piece of text. Requests that are unfinished when the task ends or is cancelled are cancelled. Raises ApiError if
@@ -65,10 +73,7 @@ class JobRunner:
         if len(job.requests) > (most := self._client.max_requests):
             message = f"n: prompts x n should be at most {most}, the requests that this server runs and queues"
             raise ApiError(400, message, param="n")
-        refusal = self._client.admit(job.requests, job.ticket)
-        if refusal is not None:
-            self._metrics.refuse(refusal.reason)
-            raise make_refusal_error(refusal)
+        self.check_queue(job.requests, job.ticket)
         run = asyncio.create_task(self._run(job, [self._client.submit(request) for request in job.requests], take))
         run.add_done_callback(lambda _: self._cancel_unfinished(job))
         return run
