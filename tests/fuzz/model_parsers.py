@@ -328,7 +328,7 @@ def read_special_tokens_map(data: bytes, directory: Path) -> None:
 
 
 def read_generation_config(data: bytes, directory: Path) -> None:
-    from meshwright.data.tokenizers.prompts import read_end_tokens
+    from meshwright.serving.prompts import read_end_tokens
     from meshwright.spec.config_json import config_from_huggingface
 
     write_input(directory, "generation_config.json", data)

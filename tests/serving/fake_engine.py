@@ -12,11 +12,11 @@ from typing import Any
 import uvloop
 
 from meshwright.data.records.template_sources import _load_own_source
-from meshwright.data.tokenizers.prompts import Prompts
 from meshwright.data.tokenizers.tokenizer import load_tokenizer, write_tokenizer
 from meshwright.errors import MeshwrightError
 from meshwright.serving.http import HttpApp
 from meshwright.serving.http_server import make_server, open_socket
+from meshwright.serving.prompts import Prompts
 from meshwright.serving.replicas import State
 from meshwright.serving.request import FinishReason, Output, Request
 from meshwright.serving.sampling import TokenResult

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.data.tokenizers.prompts import Prompts
 from meshwright.serving.choices import Choice, Piece, StopRule
+from meshwright.serving.prompts import Prompts
 from meshwright.serving.request import FinishReason, Output, Request
 from meshwright.serving.sampling import Sampling, TokenResult
 from tests.serving.fake_engine import SAMPLE, make_prompts

@@ -19,10 +19,10 @@ from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
 from meshwright.data.records.examples import ExampleEncoder
-from meshwright.data.tokenizers.prompts import Prompts
 from meshwright.errors import RankLost
 from meshwright.serving.gate import HttpSettings
 from meshwright.serving.http import HttpApp
+from meshwright.serving.prompts import Prompts
 from meshwright.serving.protocol.bodies import Body, CompletionBody, DetokenizeBody
 from meshwright.serving.protocol.errors import ApiError
 from meshwright.serving.protocol.jobs import build_job

@@ -1,4 +1,4 @@
-"""Messages between the processes of a server, over a connection."""
+"""Messages between the processes of a server, over a socket pair, a Unix socket and TCP."""
 
 from __future__ import annotations
 
@@ -14,15 +14,8 @@ from meshwright.errors import RankLost
 from meshwright.serving.messages import Channel, Listener, encode
 
 
-def connect_pair() -> tuple[socket.socket, socket.socket]:
-    """The two ends of a TCP connection."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        ours = socket.create_connection(listener.getsockname())
-        return ours, listener.accept()[0]
-
-
 def test_message_is_received_whole_although_a_signal_interrupts_its_arrival():
-    ours, theirs = connect_pair()
+    ours, theirs = socket.socketpair()
     channel, message = Channel(ours), {"add": "x" * 1000}
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
 
@@ -45,10 +38,21 @@ def test_message_is_received_whole_although_a_signal_interrupts_its_arrival():
         theirs.close()
 
 
-def test_listener_accepts_only_who_proves_to_know_the_secret():
-    listener = Listener("127.0.0.1", "secret")
-    host, port = listener.address.split(":")
-    with ThreadPoolExecutor(1) as thread, socket.create_connection((host, int(port))) as stranger:
+def connect(address: str) -> socket.socket:
+    """A socket connected to a listener's address, which proves nothing."""
+    host, port = address.split(":")
+    if host != "unix":
+        return socket.create_connection((host, int(port)))
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(f"\0{port}")
+    return connection
+
+
+@pytest.mark.parametrize(("host", "kind"), [("", "unix"), ("127.0.0.1", "127.0.0.1")])
+def test_listener_accepts_only_who_proves_to_know_the_secret(host: str, kind: str):
+    listener = Listener(host, "secret")
+    assert listener.address.startswith(f"{kind}:")
+    with ThreadPoolExecutor(1) as thread, connect(listener.address) as stranger:
         stranger.sendall(bytes(32))
         connecting = thread.submit(Channel.connect, listener.address, "secret")
         accepted = listener.accept(10.0)
@@ -64,7 +68,7 @@ def test_listener_accepts_only_who_proves_to_know_the_secret():
 
 
 def test_all_arrived_messages_are_received_in_order_and_a_closed_connection_is_a_lost_rank():
-    ours, theirs = connect_pair()
+    ours, theirs = socket.socketpair()
     channel, sent = Channel(ours), [{"number": number} for number in range(3)]
     assert channel.receive_ready(wait=False) == []
     theirs.sendall(b"".join(map(encode, sent)))

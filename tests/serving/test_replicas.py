@@ -33,14 +33,14 @@ start_server(PRELOADED_TO_SERVE)
 
 def make_replicas(
     directory: Path, layout: str = "", engine: str = "build", log: Callable[[str], None] = print,
-    limits: QueueLimits | None = None, step_seconds: float = 30.0, max_sequences: int = 8,
+    limits: QueueLimits | None = None, step_seconds: float = 30.0, max_sequences: int = 8, host: str = "",
 ) -> Replicas:  # fmt: skip
     plan = RankPlan(
         checkpoint=str(directory), layout=layout.replace("tp2", "tp2:nosp") or "dp1",
         sizes=ServingSizes(64, max_sequences, 128, blocks=64), step_seconds=step_seconds,
         engine=f"{fake_ranks.__name__}:{engine}",
     )  # fmt: skip
-    return Replicas(plan, LocalStarter(), limits=limits, log=log)
+    return Replicas(plan, LocalStarter(), limits=limits, host=host, log=log)
 
 
 @asynccontextmanager
@@ -117,11 +117,14 @@ def test_batched_answers_equal_isolated_requests(loop: asyncio.Runner, shared: R
     assert shared.stats()[0]["steps"] >= before + 20
 
 
-def test_whoever_connects_without_the_secret_is_no_rank(tmp_path: Path):
-    """Two process groups, whose leaders listen on the address by which they reach the front."""
+@pytest.mark.parametrize("host", ["", "127.0.0.1"])
+def test_whoever_connects_without_the_secret_is_no_rank(tmp_path: Path, host: str):
+    """Two process groups over Unix sockets, and over TCP, whose leaders listen on the address by which they reach the
+    front."""
 
     async def run() -> None:
-        async with running(tmp_path, "tp2 dp2") as replicas:
+        async with running(tmp_path, "tp2 dp2", host=host) as replicas:
+            assert replicas.plan.front.startswith(f"{host or 'unix'}:")
             await collect_all(replicas, [make_request(f"r{n}", n + 1, n) for n in range(8)])
             channel = await asyncio.to_thread(messages.Channel.connect, replicas.plan.front, "wrong")
             with pytest.raises(RankLost):

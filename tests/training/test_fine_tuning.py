@@ -15,7 +15,6 @@ from meshwright.checkpoint.model_directory import save_huggingface
 from meshwright.data import NO_TARGET, PackedExamples, TokenBatch, prepare
 from meshwright.data.records.messages import Message
 from meshwright.data.records.template_inputs import Conversation
-from meshwright.data.tokenizers.prompts import Prompts
 from meshwright.errors import UserError
 from meshwright.evaluation.evaluation import run_evaluation
 from meshwright.launcher.recipe_checks import check_recipe
@@ -24,6 +23,7 @@ from meshwright.model.huggingface import load_huggingface
 from meshwright.model.transformer import Transformer
 from meshwright.recipe import DataRecipe, ModelRecipe, Recipe
 from meshwright.serving.api import load
+from meshwright.serving.prompts import Prompts
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.spec.config_json import config_from_path

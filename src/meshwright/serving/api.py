@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 from meshwright.checkpoint import find_checkpoint
 from meshwright.data.records.messages import Message
 from meshwright.data.records.template_inputs import Conversation
-from meshwright.data.tokenizers.prompts import Prompts
 from meshwright.documents import to_json_dict
 from meshwright.errors import UserError
 from meshwright.launcher.device import choose_single_device, refuse_device_of_layout
@@ -21,6 +20,7 @@ from meshwright.limits import make_limit_error, shorten_repr
 from meshwright.names import check_options
 from meshwright.planner.serving.ledger import parse_dtype
 from meshwright.serving.choices import Choice, StopRule
+from meshwright.serving.prompts import Prompts
 from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import Sampling, TokenResult
 from meshwright.spec.config import ModelConfig

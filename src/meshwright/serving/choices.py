@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from meshwright.data.tokenizers.detokenizer import IncrementalDetokenizer
-from meshwright.data.tokenizers.prompts import Prompts
 from meshwright.errors import UserError
+from meshwright.serving.prompts import Prompts
 from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import TokenResult
 

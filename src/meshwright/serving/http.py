@@ -19,11 +19,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from meshwright import __version__
 from meshwright.data.tokenizers.library import convert_panics
-from meshwright.data.tokenizers.prompts import Prompts
 from meshwright.errors import UserError
 from meshwright.serving.gate import ApiKeys, BodyReader, HttpSettings
 from meshwright.serving.metrics import ServingMetrics
 from meshwright.serving.openapi import describe_api
+from meshwright.serving.prompts import Prompts
 from meshwright.serving.protocol import bodies
 from meshwright.serving.protocol.bodies import Body, make_option_error, parse_body
 from meshwright.serving.protocol.errors import ApiError, make_refusal_error, to_api_error

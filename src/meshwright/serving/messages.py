@@ -1,6 +1,8 @@
 """Messages between the front and the rank processes of a server: JSON objects behind a 4-byte big-endian length.
 
-They travel over TCP, and whoever connects proves that it knows a shared secret. Free of torch.
+They travel over Unix sockets on one machine and over TCP between machines; whoever connects proves that it knows a
+shared secret. The Unix sockets are in Linux's abstract namespace: they need no file, and end with their process. Free
+of torch.
 """
 
 from __future__ import annotations
@@ -51,25 +53,31 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         """Wrap a connected socket."""
         connection.setblocking(True)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
 
     @classmethod
     def connect(cls, address: str, secret: str) -> Channel:
-        """Connect to the listener at `address`, `HOST:PORT`, and prove knowledge of `secret`. Raises RankLost if
-        nothing listens there."""
+        """Connect to the listener at `address`, `unix:NAME` or `HOST:PORT`, and prove knowledge of `secret`. Raises
+        RankLost if nothing listens there."""
         host, _, port = address.rpartition(":")
         try:
-            channel = cls(socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS))
+            if host == "unix":
+                connection = socket.socket(socket.AF_UNIX)
+                connection.connect(f"\0{port}")
+            else:
+                connection = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
         except OSError as error:
             raise RankLost(f"nothing listens at {address}: {error}") from error
+        channel = cls(connection)
         channel._socket.sendall(_sign_nonce(secret, channel._read_exactly(_NONCE_BYTES)))
         return channel
 
     @property
     def own_address(self) -> str:
-        """IP address of this machine on the connection, at which other ranks can reach it."""
-        return str(self._socket.getsockname()[0])
+        """IP address of this machine on the connection, at which other ranks can reach it; "" for a Unix socket."""
+        return "" if self._socket.family == socket.AF_UNIX else str(self._socket.getsockname()[0])
 
     def send(self, data: bytes) -> None:
         """Send one message. data: the message as encoded by `encode`, which is separate so that one encoding can be
@@ -112,15 +120,23 @@ class Channel:
 
 class Listener:
     """Listening socket of the front (the process of the HTTP server), or of a replica's first rank, to which the
-    replica's other ranks connect. Attribute `address`: `HOST:PORT`, for `Channel.connect`.
+    replica's other ranks connect. Attribute `address`, for `Channel.connect`: `unix:NAME` or
+    `HOST:PORT`.
 
-    host: name or address of this machine on which to listen, on a free TCP port. secret: shared secret that each
-    connecting process must prove to know. Raises UserError if this machine does not have the address `host`.
+    host: name or address of this machine on which to listen, on a free TCP port; "": a Unix socket, which only
+    processes of this machine reach. secret: shared secret that each connecting process must prove to know. Raises
+    UserError if this machine does not have the address `host`.
     """
 
     def __init__(self, host: str, secret: str) -> None:
         """Open the listening socket; arguments: see the class."""
         self._secret = secret
+        if not host:
+            self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.bind("")  # Linux chooses a free name
+            self._socket.listen()
+            self.address = f"unix:{self._socket.getsockname()[1:].decode()}"
+            return
         try:
             family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
             self._socket = socket.create_server((host, 0), family=family)
@@ -144,7 +160,8 @@ class Listener:
                 if hmac.compare_digest(proof, _sign_nonce(self._secret, nonce)):
                     await answer(reader, writer)
 
-        return await asyncio.start_server(check, sock=self._socket, limit=2**24)
+        start = asyncio.start_unix_server if self._socket.family == socket.AF_UNIX else asyncio.start_server
+        return await start(check, sock=self._socket, limit=2**24)
 
     def accept(self, seconds: float) -> Channel:
         """Wait for the next connection whose peer proves knowledge of the secret, and return it. Raises RankLost after

@@ -50,11 +50,12 @@ class Replicas:
     requests, starts the rank processes, and restarts lost ones. Methods are called on the event loop's thread.
 
     plan: settings of the ranks. starter: starts the ranks of a replica. limits: limits on the queue. host: address of
-    this machine at which ranks reach it. log: called with one line for each loss and restart."""
+    this machine at which ranks of other machines reach it; "": all ranks are on this machine. log: called with one line
+    for each loss and restart."""
 
     def __init__(
         self, plan: RankPlan, starter: LocalStarter | JoinedStarter, *, limits: QueueLimits | None = None,
-        host: str = "127.0.0.1", log: Callable[[str], None] = lambda line: None,
+        host: str = "", log: Callable[[str], None] = lambda line: None,
     ) -> None:  # fmt: skip
         """Create the replicas of the plan's layout, without starting their ranks; arguments: see the class."""
         layout = Layout.parse(plan.layout)

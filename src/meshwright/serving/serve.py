@@ -40,7 +40,7 @@ from meshwright.terminal import print_message
 from meshwright.threads import choose_threads, prepare_process
 
 if TYPE_CHECKING:
-    from meshwright.data.tokenizers.prompts import Prompts
+    from meshwright.serving.prompts import Prompts
 
 EXTRA = ("starlette", "uvicorn", "httptools", "uvloop", "prometheus_client")
 """Modules that pip install "meshwright[serve]" installs."""
@@ -291,7 +291,7 @@ async def _start_ranks(model: _Settings, replicas: Replicas, phases: _StartupTim
     def load() -> Prompts:
         """Load the tokenizer, check the checkpoint's hashes, and return the tokenizer. That may take minutes, so it
         runs in a daemon thread, which a process that exits does not wait for."""
-        from meshwright.data.tokenizers.prompts import Prompts
+        from meshwright.serving.prompts import Prompts
 
         prompts = Prompts.from_directory(model.checkpoint, model.config, model.ledger.sizes.max_length)
         find_checkpoint(model.checkpoint, phases.log)

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from meshwright.data.tokenizers.prompts import Prompts
 from meshwright.serving.choices import Choice, Piece, PlacedToken
+from meshwright.serving.prompts import Prompts
 from meshwright.serving.protocol.bodies import GenerationBody
 from meshwright.serving.sampling import TokenResult
 

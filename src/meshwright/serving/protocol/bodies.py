@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import PydanticCustomError, from_json
 
 from meshwright.data.records.template_inputs import Conversation, parse_conversation
-from meshwright.data.tokenizers.prompts import Prompts, PromptTooLong
 from meshwright.errors import UserError
+from meshwright.serving.prompts import Prompts, PromptTooLong
 from meshwright.serving.protocol import parameters
 from meshwright.serving.protocol.errors import ApiError
 from meshwright.serving.sampling import Sampling

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from meshwright.data.tokenizers.prompts import Prompts
 from meshwright.serving.choices import Choice, StopRule
+from meshwright.serving.prompts import Prompts
 from meshwright.serving.protocol.answers import AnswerFormatter, ChatFormatter, CompletionFormatter, LlamaFormatter
 from meshwright.serving.protocol.bodies import ChatBody, CompletionBody, GenerationBody, LlamaBody
 from meshwright.serving.protocol.errors import ApiError

@@ -10,8 +10,8 @@ import pytest
 
 from meshwright.data.records.messages import Message
 from meshwright.data.records.template_inputs import Conversation
-from meshwright.data.tokenizers.prompts import Prompts
 from meshwright.errors import UserError
+from meshwright.serving.prompts import Prompts
 from tests.data.fallback_tokenizer import fallback_tokenizer
 from tests.serving.fake_engine import SAMPLE, make_prompts
 
