@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed._symmetric_memory  # defines the operators that `fused_products` replaces
 
+from meshwright.checkpoint.checkpointer import Checkpointer
 from meshwright.checkpoint.snapshot import Snapshot, SnapshotBuffers
 from meshwright.comm import backend, collectives, operators, products, transport
 from meshwright.comm.mesh import Mesh, _axes
@@ -377,6 +379,68 @@ def save_and_train(problem: Problem, text: str) -> bool:
     snapshot.wait()
     mesh.close()
     return all(torch.equal(item.tensor, state[item.name]) for item in snapshot.slices)
+
+
+def save_and_compute(seconds: float) -> list[float | None]:
+    """Take a snapshot, which takes a second, and compute for a time before the update. Return the wait for the copies:
+    read before the update, after it, when the host has reached it, and from the times of the stream itself."""
+    stream: Any = backend.current_stream(torch.device("cpu"))
+    weights = torch.arange(8.0)
+    snapshot = SnapshotBuffers().take([TensorSlice("master", "weights", 0, 8, weights)])
+    found = [snapshot.read_wait()]
+    stream.device += seconds
+    before = stream.device
+    snapshot.wait_on_stream()
+    found.append(snapshot.read_wait())
+    waited = stream.device - before
+    stream.device += 5  # another step
+    snapshot.wait_on_stream()  # nothing is left to wait for
+    stream.host = before + waited
+    return [*found, snapshot.read_wait(), waited]
+
+
+@pytest.mark.parametrize(("computing", "waiting"), [(0.25, 0.75), (3.0, 0.0)])
+def test_wait_of_update_for_copies_is_timed_without_a_wait_of_the_host(computing: float, waiting: float):
+    with StreamRanks(1) as ranks:
+        ((early, unreached, read, waited),) = ranks.run(save_and_compute, computing)
+    assert early is None and (unreached is None or not waiting)
+    assert read == pytest.approx(waiting) and waited == pytest.approx(waiting)
+
+
+def save_and_step(directory: str, steps: int) -> tuple[list[tuple[int, float]], float, float]:
+    """Save the state of a model and train further steps. Return the stalls that are reported, with their steps; how
+    long the call of `save` took; the wait of the first update, from the times of the stream itself."""
+    layout, waits = Layout.parse("dp1"), [0.0]
+    stream: Any = backend.current_stream(torch.device("cpu"))
+    mesh = Mesh.create(layout)
+    this = _VerificationRun(make_problem(layout), layout, mesh, None)._make_trainer()
+    saver, reported = Checkpointer(Path(directory), mesh, this.task.config), list[tuple[int, float]]()
+    saver.on_stall = lambda step, stall: reported.append((step, stall))
+
+    def wait() -> None:
+        before = stream.device
+        saver.wait_on_stream()
+        waits.append(stream.device - before)
+
+    this.before_update = wait
+    saver.save(1, this.slices(owned=True), {})
+    saving = saver.stall_seconds
+    assert not reported
+    for number in range(steps):
+        this.step()
+        assert len(reported) == (number > 0), "one step late"
+        stream.host = max(stream.host, stream.device)
+    saver.wait()
+    mesh.close()
+    return reported, saving, max(waits)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_reported_stall_has_the_wait_of_the_next_update(steps: int, tmp_path: Path):
+    with StreamRanks(1) as ranks:
+        ((reported, saving, waited),) = ranks.run(save_and_step, str(tmp_path), steps)
+    assert reported == [(1, pytest.approx(saving + waited))]
+    assert (waited > 0) == (steps > 0)
 
 
 @pytest.mark.parametrize("planted", [False, True])
