@@ -282,22 +282,32 @@ def varlen_error(name: str, device: str) -> dict[str, float]:
 
 
 def save_stall(device: str, shape: dict[str, int]) -> dict[str, float]:
-    """How long background saves hold up training, and how long they write; bytes of the state."""
+    """How long background saves hold training up, how much of that the GPU waits in the next update for the copies, and
+    how long they write; bytes of the state."""
     trainer: Any = synthetic_trainer(
         shape, "bf16", compile_blocks=False, mesh=Mesh.single(Layout.parse("bf16"), device)
     )
     trainer.step()
-    pieces, stalls, writing = trainer.slices(owned=True), [], []
+    pieces, saving, stalls, writing = trainer.slices(owned=True), [], [], []
     with tempfile.TemporaryDirectory() as directory:
         saver = Checkpointer(Path(directory), trainer.mesh, trainer.task.config, SaveOptions(keep=1))
+        saver.on_stall = lambda step, seconds: stalls.append(seconds)
+        trainer.before_update = saver.wait_on_stream
         for step in range(1, 4):
             begun = time.perf_counter()
             saver.save(step, pieces, trainer.state())
-            stalls.append(saver.stall_seconds)
+            saving.append(saver.stall_seconds)
+            trainer.step()
             saver.wait()
             writing.append(time.perf_counter() - begun)
     size = sum(piece.tensor.nbytes for piece in pieces)
-    return {"first_stall_seconds": stalls[0], "stall_seconds": min(stalls[1:]), "seconds": min(writing), "bytes": size}
+    waits = [stall - seconds for stall, seconds in zip(stalls, saving, strict=True)]
+    found = {
+        "first_stall_seconds": stalls[0],
+        "stall_seconds": min(stalls[1:]),
+        "update_waits_seconds": min(waits[1:]),
+    }
+    return {**found, "seconds": min(writing), "bytes": size}
 
 
 def main() -> int:

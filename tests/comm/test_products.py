@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 
-from meshwright.comm.faults import Fault
+from meshwright.comm.faults import KINDS, Fault
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Axis, Communicator, Mesh
 from meshwright.comm.products import choose_product_overlap, multiply_and_scatter, multiply_gathered
@@ -77,16 +77,22 @@ def test_overlap_without_the_fused_operators_is_in_chunks():
         assert choose_product_overlap("auto", axis) == "chunks"
 
 
-def multiply(ranks: int, overlap: str, fault: Fault | None = None) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
-    """Return the results of both products on this rank, their exact values, and the recorded calls."""
-    mesh = Mesh.create(Layout(tp=ranks))
+def multiply(
+    ranks: int, overlap: str, fault: Fault | None = None, outputs: int = 7, dp: int = 1
+) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
+    """Return the results of both products on this rank, their exact values, and the recorded calls. A `fault` also
+    affects earlier products, of the negated tokens."""
+    mesh = Mesh.create(Layout(tp=ranks, dp=dp))
     axis = mesh.tp
     axis.communicator.product_overlap = overlap
-    mesh.faults.inject(fault)
-    make = torch.Generator().manual_seed(3)
+    mesh.inject(fault)
+    make = torch.Generator().manual_seed(3 + mesh.dp.rank)
     x_GBsX = torch.randn(ranks, 2, 3, 5, generator=make, dtype=torch.float64)
-    matrices_GXY = torch.randn(ranks, 5, 7, generator=make, dtype=torch.float64)
+    matrices_GXY = torch.randn(ranks, 5, outputs, generator=make, dtype=torch.float64)
     matrix_XY, whole_BSX = matrices_GXY[axis.rank], x_GBsX.movedim(0, 1).flatten(1, 2)
+    if fault is not None:
+        multiply_gathered(-x_GBsX[axis.rank], matrix_XY, axis, "in", True)
+        multiply_and_scatter(-whole_BSX, matrix_XY, axis, "out")
     y_BSY, kept_BSX = multiply_gathered(x_GBsX[axis.rank], matrix_XY, axis, "in", True)
     _, dropped = multiply_gathered(x_GBsX[axis.rank], matrix_XY, axis, "again", False)
     sum_BsY = multiply_and_scatter(whole_BSX, matrix_XY, axis, "out")
@@ -97,13 +103,13 @@ def multiply(ranks: int, overlap: str, fault: Fault | None = None) -> tuple[list
     return [y_BSY, kept_BSX, sum_BsY, dropped, *exact], calls
 
 
-def multiply_fused(ranks: int, overlap: str = "symmetric", fault: Fault | None = None) -> Any:
+def multiply_fused(ranks: int, overlap: str = "symmetric", *options: Any) -> Any:
     """Multiply by PyTorch's fused operators, as defined by their own fallbacks, which run on any backend."""
     library = torch.library.Library("symm_mem", "IMPL")
     library.impl("fused_all_gather_matmul", _symmetric_memory._fused_all_gather_matmul_fallback, "CPU")
     library.impl("fused_matmul_reduce_scatter", _symmetric_memory._fused_matmul_reduce_scatter_fallback, "CPU")
     try:
-        return multiply(ranks, overlap, fault)
+        return multiply(ranks, overlap, *options)
     finally:
         library._destroy()
 
@@ -129,8 +135,29 @@ def test_injected_faults_corrupt_overlapped_products(overlap: str):
     if overlap == "symmetric":
         run, operations = multiply_fused, ["all_gather", "reduce_scatter"]
     with LocalRanks(2) as pool:
-        for kind in ("skip", "drop", "double"):
+        for kind in KINDS:
             for site, operation, result in zip(("in", "out"), operations, (0, 2), strict=True):
-                found = pool.run(run, 2, overlap, Fault(site, operation, kind))
+                found = pool.run(run, 2, overlap, Fault(site, operation, kind, axis="tp"))
                 right = [torch.allclose(tensors[result], tensors[result + 4]) for tensors, _ in found]
-                assert not all(right), (site, kind)
+                same_ring = overlap == "chunks" and kind == "wrong group"
+                assert all(right) == same_ring, (site, kind)
+
+
+@pytest.mark.parametrize("overlap", ["chunks", "symmetric"])
+def test_stale_and_misdirected_products_are_those_of_other_tokens(overlap: str):
+    """Product and gathered tokens have the same shape: a stale one is its own predecessor, not the other's."""
+    run, gather, scatter = multiply, "rotate", "rotate"
+    if overlap == "symmetric":
+        run, gather, scatter = multiply_fused, "all_gather", "reduce_scatter"
+    crossed = (0, 2), (1, 3)
+    with LocalRanks(4) as pool:
+        right = pool.run(run, 2, overlap, None, 5, 2)
+        found = pool.run(run, 2, overlap, Fault("in", gather, "stale"), 5, 2)
+        for rank, (tensors, _) in enumerate(found):
+            of_other = slice(3, 6) if rank % 2 == 0 else slice(0, 3)  # a rank may not wait for its own tokens
+            for result in (0, 1):
+                torch.testing.assert_close(tensors[result][:, of_other], -tensors[result + 4][:, of_other])
+        found = pool.run(run, 2, overlap, Fault("in", gather, "wrong group", axis="tp", groups=crossed), 5, 2)
+        assert torch.equal(found[0][0][1][:, 3:], right[2][0][1][:, :3])  # of rank 2, not 1
+        found = pool.run(run, 2, overlap, Fault("out", scatter, "wrong group", axis="tp", groups=crossed), 5, 2)
+        assert not any(torch.allclose(one[0][2], other[0][2]) for one, other in zip(found, right, strict=True))

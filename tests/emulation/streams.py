@@ -225,9 +225,14 @@ class ComputeStream:
         """Make the host wait for all queued work."""
         self.record_event().synchronize()
 
-    def record_event(self) -> StreamEvent:
-        """Return an event that is reached after all work that is queued now."""
+    def record_event(self, event: None = None) -> StreamEvent:
+        """Return an event that is reached after all work that is queued now. event: as the stand-in for
+        `torch.cuda.Event` makes it."""
         return StreamEvent(self, self._copies, len(self._copies), self.device)
+
+
+COPY_SECONDS = 1.0
+"""Simulated seconds of a copy to host memory on a stream of its own."""
 
 
 class CopyStream(ComputeStream):
@@ -246,6 +251,7 @@ class CopyStream(ComputeStream):
     def copy_to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy of `source` to `target`, which stays poisoned (NaN) until the host has waited for the copy. It
         copies NaN if this stream does not wait for the work that computes `source`."""
+        self.device += COPY_SECONDS
         if not self._follows:
             source = torch.full_like(source, _choose_poison(source.dtype))
         self._copies.append(_CopyToHost(target, source))
@@ -274,7 +280,7 @@ class _CopyToHost:
 
 
 class StreamEvent(NamedTuple):
-    """Event on a stream, with the method of `torch.cuda.Event` that the engine calls. copies: all copies to the host
+    """Event on a stream, with the methods of `torch.cuda.Event` that the engine calls. copies: all copies to the host
     that were queued on `stream`; copies_before: number of them before the event. seconds: simulated time at which the
     stream reaches the event."""
 
@@ -288,6 +294,14 @@ class StreamEvent(NamedTuple):
         self.stream.host = max(self.stream.host, self.seconds)
         for copy in self.copies[: self.copies_before]:
             copy.make()
+
+    def query(self) -> bool:
+        """Return True if the stream has reached the event at the host's time."""
+        return self.seconds <= self.stream.host
+
+    def elapsed_time(self, end: StreamEvent) -> float:
+        """Return the simulated milliseconds from this event to the event `end`."""
+        return 1000 * (end.seconds - self.seconds)
 
 
 class StreamRanks(EmulatedRanks):
@@ -325,6 +339,7 @@ class StreamRanks(EmulatedRanks):
             (backend, "current_stream", lambda device: self.matcher.stream),
             (torch.Tensor, "copy_", copy_late),
             (torch.cuda, "Stream", CopyStream),
+            (torch.cuda, "Event", lambda enable_timing: None),
             (torch.cuda, "stream", self.matcher.use_stream),
             (
                 call_matcher,

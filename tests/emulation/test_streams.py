@@ -11,15 +11,18 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed._symmetric_memory  # defines the operators that `fused_products` replaces
 
+from meshwright.checkpoint.checkpointer import Checkpointer
 from meshwright.checkpoint.snapshot import Snapshot, SnapshotBuffers
-from meshwright.comm import backend, collectives, operators, products
-from meshwright.comm.mesh import Mesh
+from meshwright.comm import backend, collectives, operators, products, transport
+from meshwright.comm.mesh import Mesh, _axes
 from meshwright.emulation.ranks import EmulatedRanks
 from meshwright.emulation.scheduler import EmulationFailed
 from meshwright.flight_recorder.call_log import RankCalls
@@ -32,7 +35,7 @@ from meshwright.parallel import step as parallel_step
 from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.parallel.step import TARGET_SITE
 from meshwright.spec.presets import preset
-from meshwright.training import trainer
+from meshwright.training import language_model, trainer
 from meshwright.verification.cases import CaseBuilder
 from meshwright.verification.grid import GRID
 from meshwright.verification.problem import Problem
@@ -187,6 +190,41 @@ OVERLAP_FAULTS = {  # function of `products`, text, replacement
 
 
 @contextmanager
+def fused_products() -> Iterator[None]:
+    """Context manager in which products overlap by operators like those of symmetric memory: a call over the group, for
+    which the stream waits, and one product."""
+
+    def find_group(name: str) -> Any:
+        axes = (axis for same in _axes.values() for axis in same)
+        return next(axis.group for axis in axes if axis.group is not None and axis.group.group_name == name)
+
+    def gather(
+        x_BsX: torch.Tensor, matrices: list[torch.Tensor], dim: int, name: str, return_A: bool
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        group = find_group(name)
+        x_GBsX = x_BsX.new_empty(group.size(), *x_BsX.shape)
+        transport.native_all_gather(x_GBsX.view(-1), x_BsX.reshape(-1), group=group)
+        x_BSX = x_GBsX.movedim(0, dim).flatten(dim, dim + 1)
+        return x_BSX if return_A else None, [x_BSX @ each for each in matrices]
+
+    def scatter(x_BSX: torch.Tensor, matrix_XY: torch.Tensor, op: str, dim: int, name: str) -> torch.Tensor:
+        assert op == "sum"
+        group = find_group(name)
+        y_GBsY = (x_BSX @ matrix_XY).unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
+        mine_BsY = torch.empty_like(y_GBsY[0])
+        transport.native_reduce_scatter(mine_BsY.view(-1), y_GBsY.view(-1), group=group)
+        return mine_BsY
+
+    fused = torch.ops.symm_mem
+    with (
+        mock.patch.object(fused, "fused_all_gather_matmul", gather, create=True),
+        mock.patch.object(fused, "fused_matmul_reduce_scatter", scatter, create=True),
+        mock.patch.object(language_model, "choose_product_overlap", lambda setting, axis: "symmetric"),
+    ):
+        yield
+
+
+@contextmanager
 def edited(owner: Any, name: str, old: str, new: str) -> Iterator[None]:
     """Context manager in which `owner.name` is recompiled with `old` in its source replaced by `new`."""
     function = vars(owner)[name]
@@ -198,16 +236,45 @@ def edited(owner: Any, name: str, old: str, new: str) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_fault_is_caught_on_streams(fault: str):
-    text, owner, name, old, new = FAULTS[fault]
+def run_with_fault(fault: str, text: str, overlap: bool = False) -> str | None:
+    """Return what reveals a planted fault on a layout; None if nothing does."""
+    _, owner, name, old, new = FAULTS[fault]
     plain = train_plain(text)
     with StreamRanks(Layout.parse(text).world_size) as ranks, edited(owner, name, old, new):
         try:
-            found = find_difference(plain, train(ranks, Layout.parse(text)))
+            return find_difference(plain, train(ranks, Layout.parse(text), overlap), 1e-9 * overlap)
         except StreamFault as error:
-            found = str(error)
-    assert found is not None
+            return str(error)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_is_caught_on_streams(fault: str):
+    assert run_with_fault(fault, FAULTS[fault][0]) is not None
+
+
+OVERLAPS = {"chunks": nullcontext, "symmetric": fused_products}
+SOME = "ZeRO-3 computes before the all-gather has ended", "blocking call returns without a wait"
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("fault", [*SOME, *exhaustive(*(fault for fault in FAULTS if fault not in SOME))])
+def test_planted_fault_is_caught_on_streams_beside_overlapped_products(fault: str, overlap: str):
+    text = " ".join(dict.fromkeys([*FAULTS[fault][0].split(), "tp2"]))
+    with OVERLAPS[overlap]():
+        assert run_with_fault(fault, text, overlap=True) is not None
+
+
+@pytest.mark.parametrize("text", ["tp2", *exhaustive("tp3", "dp2 zero3 tp2 ac:selective", "tp2 pp2:zb-h1 mb2")])
+def test_fused_products_on_streams_equal_blocking_step(text: str):
+    layout = Layout.parse(text)
+    with fused_products(), StreamRanks(layout.world_size, seed=4) as ranks:
+        found = train(ranks, layout, overlap=True)
+        calls = read_calls(ranks)
+    assert find_difference(found, train_plain(text), 1e-12) is None
+    assert find_circular_wait(calls) is None
+    for each in calls:
+        operations = {call.operation for call in each.calls if call.site.startswith(("attention", "mlp"))}
+        assert operations == {"all_gather", "reduce_scatter"}  # in one kernel, not in chunks
 
 
 @pytest.mark.parametrize("fault", OVERLAP_FAULTS)
@@ -312,6 +379,68 @@ def save_and_train(problem: Problem, text: str) -> bool:
     snapshot.wait()
     mesh.close()
     return all(torch.equal(item.tensor, state[item.name]) for item in snapshot.slices)
+
+
+def save_and_compute(seconds: float) -> list[float | None]:
+    """Take a snapshot, which takes a second, and compute for a time before the update. Return the wait for the copies:
+    read before the update, after it, when the host has reached it, and from the times of the stream itself."""
+    stream: Any = backend.current_stream(torch.device("cpu"))
+    weights = torch.arange(8.0)
+    snapshot = SnapshotBuffers().take([TensorSlice("master", "weights", 0, 8, weights)])
+    found = [snapshot.read_wait()]
+    stream.device += seconds
+    before = stream.device
+    snapshot.wait_on_stream()
+    found.append(snapshot.read_wait())
+    waited = stream.device - before
+    stream.device += 5  # another step
+    snapshot.wait_on_stream()  # nothing is left to wait for
+    stream.host = before + waited
+    return [*found, snapshot.read_wait(), waited]
+
+
+@pytest.mark.parametrize(("computing", "waiting"), [(0.25, 0.75), (3.0, 0.0)])
+def test_wait_of_update_for_copies_is_timed_without_a_wait_of_the_host(computing: float, waiting: float):
+    with StreamRanks(1) as ranks:
+        ((early, unreached, read, waited),) = ranks.run(save_and_compute, computing)
+    assert early is None and (unreached is None or not waiting)
+    assert read == pytest.approx(waiting) and waited == pytest.approx(waiting)
+
+
+def save_and_step(directory: str, steps: int) -> tuple[list[tuple[int, float]], float, float]:
+    """Save the state of a model and train further steps. Return the stalls that are reported, with their steps; how
+    long the call of `save` took; the wait of the first update, from the times of the stream itself."""
+    layout, waits = Layout.parse("dp1"), [0.0]
+    stream: Any = backend.current_stream(torch.device("cpu"))
+    mesh = Mesh.create(layout)
+    this = _VerificationRun(make_problem(layout), layout, mesh, None)._make_trainer()
+    saver, reported = Checkpointer(Path(directory), mesh, this.task.config), list[tuple[int, float]]()
+    saver.on_stall = lambda step, stall: reported.append((step, stall))
+
+    def wait() -> None:
+        before = stream.device
+        saver.wait_on_stream()
+        waits.append(stream.device - before)
+
+    this.before_update = wait
+    saver.save(1, this.slices(owned=True), {})
+    saving = saver.stall_seconds
+    assert not reported
+    for number in range(steps):
+        this.step()
+        assert len(reported) == (number > 0), "one step late"
+        stream.host = max(stream.host, stream.device)
+    saver.wait()
+    mesh.close()
+    return reported, saving, max(waits)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_reported_stall_has_the_wait_of_the_next_update(steps: int, tmp_path: Path):
+    with StreamRanks(1) as ranks:
+        ((reported, saving, waited),) = ranks.run(save_and_step, str(tmp_path), steps)
+    assert reported == [(1, pytest.approx(saving + waited))]
+    assert (waited > 0) == (steps > 0)
 
 
 @pytest.mark.parametrize("planted", [False, True])

@@ -6,18 +6,28 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from meshwright.checkpoint import find_newest, verify_checkpoint
+from meshwright.checkpoint import checkpointer, find_newest, verify_checkpoint
+from meshwright.comm import backend
+from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.monitoring.report import write_report
+from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.parallel.module.table import describe_module
-from meshwright.training.loop import Run
 from meshwright.training.module import fit, load
+from meshwright.training.module.recipe import make_module_recipe
 from meshwright.training.module.run import ModuleRun
+from tests.emulation.streams import StreamRanks
 from tests.monitoring.test_profile import Trace, read
 from tests.training import module_cases as cases
 
@@ -272,9 +282,70 @@ def test_half_precision_keeps_masters_and_scales_the_loss(two, tmp_path):
         assert all(("loss_scale" in line) == ("fp16" in layout) for line in lines if "loss" in line)
 
 
-def test_forward_of_a_module_waits_for_the_copies_of_a_save_since_it_may_change_buffers():
-    run, calls = ModuleRun.__new__(ModuleRun), mock.Mock()
-    run.checkpointer = calls
-    with mock.patch.object(Run, "_save", calls.save):
-        run._save(None)
-    assert [name for name, *_ in calls.mock_calls] == ["save", "wait_on_stream"]
+class Counting(torch.nn.Module):
+    """Module whose forwards count in a buffer and, if it has one, in a frozen parameter."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2)
+        self.register_buffer("seen", torch.zeros(4))
+        self.average = torch.nn.Parameter(torch.zeros(2), requires_grad=False) if frozen else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for each in (self.seen, self.average):
+            if each is not None:
+                each.detach().add_(1)
+        return self.layer(x)
+
+
+class LateThread:
+    """Thread that begins to `run` when it is first asked whether it has ended, as late as is possible."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run: Callable[[], None] | None = run
+
+    def join(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run()
+
+    def is_alive(self) -> bool:
+        self.join()
+        return False
+
+
+def count_forwards(directory: Path, frozen: bool) -> tuple[list[dict[str, list[float]]], float]:
+    """Train a `Counting` with a checkpoint after each of three steps. Return what each checkpoint holds of the numbers
+    of forwards; the simulated time for which the stream waited between saves and the forwards that follow."""
+    stream: Any = backend.current_stream(torch.device("cpu"))
+    tables = {"run": {"directory": str(directory)}, "checkpoint": {"every": 1, "keep": 3}}
+    data = [(torch.ones(3) * number, torch.ones(2)) for number in range(4)]
+    build, loss = partial(Counting, frozen), lambda net, pair: (net(pair[0]) - pair[1]).square().mean()
+    spec = cases.module_spec("lstm", build=build, data=data, loss=loss)
+    train = {"steps": 3, "batch": 2, "learning_rate": 0.1}
+    recipe, waited = make_module_recipe({"layout": "fp32", "train": train, **tables}), [0.0]
+    with closing(Mesh.create(recipe.parsed_layout)) as mesh:
+        run = ModuleRun(recipe, mesh, RunDirectory(directory), spec, show_progress=False)
+        save = run._save
+
+        def timed(validation_loss: float | None) -> None:
+            before = stream.device
+            save(validation_loss)
+            waited.append(stream.device - before)
+
+        late = mock.patch.object(checkpointer, "start_thread", lambda write, *_: LateThread(write))
+        with late, mock.patch.object(run, "_save", timed):
+            run.run()
+    files = sorted(directory.glob("checkpoints/step-*/model.safetensors"))
+    held = [{name: each.unique().tolist() for name, each in load_file(file).items()} for file in files]
+    return [{name: each[name] for name in each if "layer" not in name} for each in held], sum(waited)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_checkpoints_hold_what_later_forwards_of_a_module_change(frozen: bool, tmp_path: Path):
+    """Forwards begin beside the copies of a save, unless these are of frozen parameters."""
+    with StreamRanks(1) as ranks:
+        ((held, waited),) = ranks.run(count_forwards, tmp_path, frozen)
+    names = ("average", "seen") if frozen else ("seen",)
+    assert held == [{name: [step] for name in names} for step in (1, 2, 3)]
+    assert (waited > 0) == frozen

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.models import config_of
+from meshwright.planner.search.estimate import problem_of
+from meshwright.planner.search.search import search
 from meshwright.recipe import Recipe, load_recipe
 from meshwright.spec.refuse import refuse
 from meshwright.toml import format_toml
+from meshwright.training import automatic
 from meshwright.training.automatic import search_fastest_layout
 
-TABLES = {
+TABLES: dict[str, Any] = {
     "layout": "auto",
     "run": {"device": "cpu"},
     "model": {"family": "llama", "layers": 4, "hidden": 64, "heads": 4},
@@ -63,6 +69,20 @@ def test_planner_prices_the_teacher_of_a_distillation(measured: Path, tmp_path: 
         predicted.append(float(seconds[1]))
     alone, distilled = predicted
     assert distilled > 3 * alone
+
+
+def test_planner_prices_cuda_graphs(monkeypatch: pytest.MonkeyPatch):
+    """On a GPU whose memory is too small for the workspaces of a capture (64 MiB), but not for a run without graphs."""
+    plain, graphed = (
+        Recipe.from_tables(TABLES | {"train": TABLES["train"] | {"cuda_graphs": graphs}}) for graphs in (False, True)
+    )
+    gpu = cluster("1xh100-sxm")
+    least = min(each.memory.device_bytes for each in search(problem_of(plain, gpu), 100).best)
+    small = replace(gpu, device=replace(gpu.device, memory_bytes=least + 2**25))
+    monkeypatch.setattr(automatic, "_find_devices", lambda *_: small)
+    assert Layout.parse(search_fastest_layout(plain, None, print)).world_size == 1
+    with pytest.raises(UserError, match="none of .* layouts fits into the memory"):
+        search_fastest_layout(graphed, None, print)
 
 
 def test_unmeasured_machine_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -16,6 +16,7 @@ from torch import nn
 from meshwright.adapters.dora import SumOverRanks, compute_row_norms, fill_factors
 from meshwright.adapters.dropout import Dropout, TokenKeys, copy_keys
 from meshwright.adapters.low_rank import Rows
+from meshwright.comm.custom_operator import custom_operator
 from meshwright.model.axis_operations import Meanwhile, TensorOperations, TokenDispatcher, do_nothing
 from meshwright.model.experts import Experts, sort_copies
 from meshwright.model.grouped_product import sum_bias_gradients
@@ -154,6 +155,32 @@ def _repeat_rows(rows_EY: torch.Tensor, ends_E: torch.Tensor, copies: int) -> to
     return rows_EY.repeat_interleave(copies_E, dim=0, output_size=copies)
 
 
+@custom_operator("meshwright::add_expert_low_rank")
+def _add_expert_low_rank(
+    y_NY: torch.Tensor, low_NL: torch.Tensor, b_EZR: torch.Tensor, ends_E: torch.Tensor, starts: Sequence[int],
+    sizes: Sequence[int],
+) -> torch.Tensor:  # fmt: skip
+    """Return y + low Bᵀ, [N, Y], without autograd, for N token copies sorted by expert. One operator, so that
+    activation checkpointing can save its result instead of `y_NY`, the outputs without adapter, which nothing else
+    reads.
+
+    low_NL: s x Aᵀ of all adapted matrices, L = M x R. b_EZR: matrices B of each expert. ends_E: exclusive end index of
+    each expert's copies. starts, sizes: an expert's output features of each adapted matrix, in ascending order."""
+    out, end = torch.empty_like(y_NY), 0
+    parts = zip(starts, sizes, low_NL.split(b_EZR.shape[2], dim=1), b_EZR.split(sizes, dim=1), strict=True)
+    for start, size, low_NR, b_EYR in parts:
+        out[:, end:start] = y_NY[:, end:start]
+        end = start + size
+        product = torch.ops.meshwright.grouped_product(low_NR.contiguous(), b_EYR, ends_E, None, 0)
+        torch.add(y_NY[:, start:end], product, out=out[:, start:end])
+        del product
+    out[:, end:] = y_NY[:, end:]
+    return out
+
+
+_add_expert_low_rank.register_fake(lambda y, low, b, ends, starts, sizes: torch.empty_like(y))
+
+
 class _AddLowRankTerms(torch.autograd.Function):
     """Autograd function that adds s x Aᵀ Bᵀ to the outputs of the routed experts. The adapted matrices of a layer (such
     as gate and up) are processed one after another, to save memory."""
@@ -177,16 +204,11 @@ class _AddLowRankTerms(torch.autograd.Function):
         multiply, dropout = torch.ops.meshwright.grouped_product, adapter.dropout
         given = x_NX if keys_N is None or dropout is None else dropout.apply(x_NX, dropout.mask(keys_N))
         low = multiply(given, a.unflatten(0, (adapter.experts, -1)), ends_E, None, 0) * adapter.scale
-        out, end = torch.empty_like(y_NY), 0
-        for columns, low_NR, b_EYR in adapter.split(low, b):
-            out[:, end : columns.start] = y_NY[:, end : columns.start]
-            product = multiply(low_NR.contiguous(), b_EYR, ends_E, None, 0)
-            torch.add(y_NY[:, columns], product, out=out[:, columns])
-            end, product = columns.stop, None
-        out[:, end:] = y_NY[:, end:]
         context.save_for_backward(x_NX, a, b, ends_E, low, keys_N)
         context.adapter = adapter
-        return out
+        starts, sizes = zip(*adapter.rows, strict=True)
+        b_EZR = b.unflatten(0, (adapter.experts, -1))
+        return torch.ops.meshwright.add_expert_low_rank(y_NY, low, b_EZR, ends_E, starts, sizes)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(context: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

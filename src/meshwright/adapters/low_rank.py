@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.adapters.dropout import Dropout
+from meshwright.comm.custom_operator import custom_operator
 from meshwright.model.layers import Linear
 from meshwright.quantization.packing import QuantizedMatmul
 
@@ -93,6 +94,28 @@ class LowRank(nn.Module):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
+@custom_operator("meshwright::add_low_rank")
+def _add_low_rank(
+    y: torch.Tensor, low: torch.Tensor, b: torch.Tensor, starts: Sequence[int], sizes: Sequence[int], scale: float
+) -> torch.Tensor:
+    """Return y + s x Aᵀ Bᵀ, [..., Y], without autograd. One operator, so that activation checkpointing can save its
+    result instead of `y`, the output of the base layer, which nothing else reads.
+
+    low: x Aᵀ of all adapted matrices, [..., M x R]. b: stacked matrices B. starts, sizes: range of output features of
+    each adapted matrix, in ascending order. scale: s."""
+    out, low, y = torch.empty_like(y), low.flatten(0, -2), y.flatten(0, -2)
+    flat, end = out.view(y.shape), 0
+    for start, size, low_R, b_YR in zip(starts, sizes, low.split(b.shape[1], dim=-1), b.split(sizes), strict=True):
+        flat[:, end:start] = y[:, end:start]
+        end = start + size
+        torch.addmm(y[:, start:end], low_R, b_YR.T, alpha=scale, out=flat[:, start:end])
+    flat[:, end:] = y[:, end:]
+    return out
+
+
+_add_low_rank.register_fake(lambda y, low, b, starts, sizes, scale: torch.empty_like(y))
+
+
 class _AdaptedProduct(torch.autograd.Function):
     """Autograd function of the adapted layer's output x (W + s B A)ᵀ with a frozen W, which may be quantized."""
 
@@ -117,15 +140,8 @@ class _AdaptedProduct(torch.autograd.Function):
         y = F.linear(x, weight if packed is None else packed.unpack(weight, x.dtype))
         context.save_for_backward(x, weight, a, b, low, keys_BC)
         context.adapter, context.packed = adapter, packed
-        out, low, y = torch.empty_like(y), low.flatten(0, -2), y.flatten(0, -2)
-        flat, end = out.view(y.shape), 0
-        for each, low_R, b_YR in adapter.split(low, b):
-            flat[:, end : each.start] = y[:, end : each.start]
-            end = each.start + each.size
-            part = slice(each.start, end)
-            torch.addmm(y[:, part], low_R, b_YR.T, alpha=adapter.scale, out=flat[:, part])
-        flat[:, end:] = y[:, end:]
-        return out
+        starts, sizes = zip(*adapter.rows, strict=True)
+        return torch.ops.meshwright.add_low_rank(y, low, b, starts, sizes, adapter.scale)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import secrets
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from meshwright.checkpoint import catalogue
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.checkpoint.catalogue import CheckpointPath, read_state
+from meshwright.checkpoint.contents import CheckpointContents, make_model_contents
 from meshwright.checkpoint.directory_lock import DirectoryLock
 from meshwright.checkpoint.files import to_json_bytes
 from meshwright.checkpoint.loading import load_slices
@@ -24,49 +24,17 @@ from meshwright.checkpoint.manifest import DamagedCheckpoint
 from meshwright.checkpoint.model_files import INDEX, plan_model_files
 from meshwright.checkpoint.saving import Save, SaveCancelled, SaveFailed
 from meshwright.checkpoint.settings import SaveOptions, SaveTarget
-from meshwright.checkpoint.slices import read_index
 from meshwright.checkpoint.snapshot import SnapshotBuffers
 from meshwright.comm.device_thread import start_thread
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError, error_reason
 from meshwright.parallel.flat_buffers import TensorSlice
-from meshwright.spec.adapter_json import (
-    ADAPTER_CONFIG,
-    ADAPTER_FILE,
-    adapter_to_peft,
-    find_adapter_difference,
-    read_adapter_config,
-)
 from meshwright.spec.config import ModelConfig
-from meshwright.spec.config_json import config_from_huggingface, config_from_path, config_to_huggingface
-from meshwright.spec.parameters import ParameterTable, parameter_table
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
 _SHARED_SECONDS = 60.0  # a network filesystem may show a new file late on another machine
 _MAXIMUM_CANDIDATES = 256
 _DEFAULT_OPTIONS = SaveOptions()
 _locks: weakref.WeakValueDictionary[Path, DirectoryLock] = weakref.WeakValueDictionary()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CheckpointContents:
-    """Model description and small files that all checkpoints of a run have in common.
-
-    table: the model's parameter table (name, shape ... of each tensor). small_files: file name -> content of
-    configuration and tokenizer files. check: function that takes a checkpoint directory and raises `UserError` if the
-    model in it differs from the run's. stem: name of the model files without ".safetensors".
-    """
-
-    table: ParameterTable
-    small_files: Mapping[str, bytes]
-    check: Callable[[Path], None]
-    stem: str = "model"
 
 
 class Checkpointer:
@@ -87,7 +55,11 @@ class Checkpointer:
     ) -> None:
         self.directory, self.log = Path(directory), log
         self.stall_seconds = 0.0
-        """Seconds that the last `save` blocked training, without waiting for an earlier save."""
+        """Seconds for which the last save has held training up: the time of `save`, without the wait for an earlier
+        save, and on a GPU the wait of its next update for the copies, once the GPU has passed it."""
+        self.on_stall: Callable[[int, float], None] = lambda step, seconds: None
+        """Called once for each save, with its step and `stall_seconds`, when these are complete."""
+        self._stall_is_open = False
         self._mesh, self._background = mesh, options.background
         self._agreement = Agreement(mesh)
         self._buffers = SnapshotBuffers()
@@ -150,6 +122,17 @@ class Checkpointer:
         else:
             self._run(save)
         self.stall_seconds = time.perf_counter() - begun
+        self._stall_is_open = True
+        self._close_stall()
+
+    def _close_stall(self, ended: bool = False) -> None:
+        """Complete `stall_seconds` if the GPU has passed its wait for the copies of the last save. ended: True if the
+        save has ended; the host then waits for the GPU to pass it."""
+        save = self._save if self._stall_is_open else None
+        if save is not None and (seconds := save.snapshot.read_wait(ended)) is not None:
+            self._stall_is_open = False
+            self.stall_seconds += seconds
+            self.on_stall(save.step, self.stall_seconds)
 
     def _run(self, save: Save) -> None:
         """Run `save`, in the background thread or in the caller's; if it fails, store its error message, which `failed`
@@ -182,10 +165,12 @@ class Checkpointer:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self._close_stall(ended=True)
 
     def wait_on_stream(self) -> None:
-        """Make the GPU wait until the copies of the last save are complete; called before the training state
-        changes."""
+        """Make the GPU wait until the copies of the last save are complete; called before the training state changes.
+        Calls `on_stall` if the GPU has passed such a wait of an earlier update."""
+        self._close_stall()
         if self._save is not None:
             self._save.snapshot.wait_on_stream()
 
@@ -317,72 +302,3 @@ def _lock_directory(directory: Path) -> DirectoryLock:
         lock = _locks[place] = DirectoryLock(directory, "checkpoint directory", "or end it")
         weakref.finalize(lock, os.close, lock.descriptor)
     return lock
-
-
-def make_model_contents(config: ModelConfig, options: SaveOptions) -> CheckpointContents:
-    """Return the parameter table, small files and model check of all checkpoints of a model with the architecture
-    `config`. If the model has an adapter, its checkpoints are PEFT directories, which hold the adapter's weights alone.
-
-    options: settings of the saves."""
-    if config.adapter is not None:
-        small_files = {
-            ADAPTER_CONFIG: to_json_bytes(adapter_to_peft(config)),
-            **read_tokenizer_files(options.tokenizer_directory),
-        }
-        return CheckpointContents(
-            parameter_table(config).trained, small_files, partial(_check_adapter, config), ADAPTER_FILE.split(".")[0]
-        )
-    small_files = make_small_files(config, options.dtype, options.tokenizer_directory)
-    return CheckpointContents(parameter_table(config), small_files, lambda path: _check_config(config, path))
-
-
-def _check_adapter(config: ModelConfig, path: Path) -> None:
-    """Raise `UserError` if the adapter in the checkpoint directory `path` differs from the adapter in `config`, the
-    model configuration."""
-    found = read_adapter_config(path, {part.name for part in read_index(path)})
-    if (difference := find_adapter_difference(config, found)) is not None:
-        raise UserError(
-            f"checkpoint {path} holds an adapter with {difference}; use the same [adapter] or another run.directory"
-        )
-
-
-def _check_config(config: ModelConfig, path: Path) -> None:
-    """Raise `UserError` if the checkpoint directory `path` holds a model of another architecture than `config`; the
-    error names the first field that differs."""
-    found = config_from_path(path / "config.json")
-    wanted = config_from_huggingface(config_to_huggingface(config))  # as saved and loaded
-    ignored = {"initializer_range", "bos_token", "eos_token", "more_eos_tokens"}
-    if wanted.positions == "rope":
-        ignored.add("max_positions")
-    for field in dataclasses.fields(ModelConfig):
-        there, here = getattr(found, field.name), getattr(wanted, field.name)
-        if field.name not in ignored and there != here:
-            raise UserError(
-                f"checkpoint {path} holds a model with {field.name} = {there}, but the recipe has {here}; "
-                "use the same model or another run.directory"
-            )
-
-
-def make_small_files(
-    config: ModelConfig, dtype: str, tokenizer_directory: Path | None, tokenizer_files: Sequence[str] = TOKENIZER_FILES
-) -> dict[str, bytes]:
-    """Return the files of a Hugging Face directory besides the weights, as file name -> content: config.json for the
-    model configuration `config`, generation_config.json unless the model is an encoder, and the tokenizer's files.
-
-    dtype: dtype of the exported weights. tokenizer_directory: directory of the tokenizer files; None: no tokenizer.
-    tokenizer_files: names of the files to copy from there; missing files are left out."""
-    tokens: dict[str, Any] = {"_from_model_config": True}
-    if config.bos_token is not None:
-        tokens["bos_token_id"] = config.bos_token
-    if config.eos_tokens:
-        tokens["eos_token_id"] = list(config.eos_tokens) if len(config.eos_tokens) > 1 else config.eos_tokens[0]
-    files = {"config.json": to_json_bytes(config_to_huggingface(config) | {"dtype": dtype, "torch_dtype": dtype})}
-    if not config.encoder:
-        files["generation_config.json"] = to_json_bytes(tokens)
-    return files | read_tokenizer_files(tokenizer_directory, tokenizer_files)
-
-
-def read_tokenizer_files(directory: Path | None, names: Sequence[str] = TOKENIZER_FILES) -> dict[str, bytes]:
-    """Return the tokenizer files of a directory as file name -> content; missing files are left out. directory:
-    directory of the files; None: no tokenizer, no files. names: names of the files."""
-    return {name: (directory / name).read_bytes() for name in names if directory and (directory / name).is_file()}

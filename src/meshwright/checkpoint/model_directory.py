@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from meshwright.checkpoint.checkpointer import TOKENIZER_FILES, make_small_files
+from meshwright.checkpoint.contents import TOKENIZER_FILES, make_small_files
 from meshwright.checkpoint.files import replace_file
 from meshwright.checkpoint.model_files import INDEX, SHARD_BYTES, plan_model_files
 from meshwright.model.encoder import Encoder

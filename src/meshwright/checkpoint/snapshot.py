@@ -19,18 +19,22 @@ CHUNK_BYTES = 2**30
 can send the few numbers that the host waits for in each step."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Snapshot:
     """Copy of slices of the training state in host memory.
 
     slices: the copied slices, whose tensors are views of `buffers`. buffers: one buffer per dtype, wider dtypes first.
-    stream: on CUDA, the stream that changes the state. ready: on CUDA, the event that follows the last copy and must
-    have completed before the buffers are read. Both are None on CPUs."""
+    sources: the tensors that are copied, which must not be freed before. stream: on CUDA, the stream that changes the
+    state. ready: on CUDA, the event that follows the last copy and must have completed before the buffers are read.
+    Both are None on CPUs. waits: events on `stream` before and after its wait for the copies; None before
+    `wait_on_stream`, and on CPUs."""
 
     slices: tuple[TensorSlice, ...]
     buffers: tuple[torch.Tensor, ...]
+    sources: tuple[torch.Tensor, ...]
     stream: torch.cuda.Stream | None
     ready: torch.cuda.Event | None
+    waits: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def wait(self) -> None:
         """Wait until the copies of this snapshot from the GPU to host memory are complete."""
@@ -39,8 +43,22 @@ class Snapshot:
 
     def wait_on_stream(self) -> None:
         """Make the GPU, not the host, wait until the copies are complete; called before the state changes."""
-        if self.stream is not None and self.ready is not None:
+        if self.stream is not None and self.ready is not None and self.waits is None:
+            begin = self.stream.record_event(torch.cuda.Event(enable_timing=True))
             self.stream.wait_event(self.ready)
+            self.waits = begin, self.stream.record_event(torch.cuda.Event(enable_timing=True))
+
+    def read_wait(self, ended: bool = False) -> float | None:
+        """Return the seconds for which the stream of the GPU has waited for the copies, 0 on a CPU. None if the GPU has
+        not done so yet. ended: True to make the host wait until the GPU has passed `wait_on_stream`; if that was not
+        called, the result is 0."""
+        if self.ready is None or (ended and self.waits is None):
+            return 0.0
+        if self.waits is None or not (ended or self.waits[1].query()):
+            return None
+        begin, end = self.waits
+        end.synchronize()  # reached already, unless `ended`
+        return begin.elapsed_time(end) / 1000
 
 
 class SnapshotBuffers:
@@ -81,7 +99,7 @@ class SnapshotBuffers:
                     copied.append(replace(item, tensor=view))
                     position += size
         ready = None if stream is None else self._copies.record_event()
-        return Snapshot(tuple(copied), tuple(used), stream, ready)
+        return Snapshot(tuple(copied), tuple(used), tuple(item.tensor for item in slices), stream, ready)
 
     def _start_copies(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
         """Return a context manager in which copies are queued on the copy stream, after the work that is queued on

@@ -53,8 +53,7 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site:
     sent = source.nbytes * (axis.size - 1) // axis.size
     call = _record_call("reduce_scatter", axis, site, source.nbytes, sent, source)
     if call is None:
-        _copy_unless_shared(output, source.view(axis.size, n)[axis.rank])
-        return DONE
+        return _copy_unless_shared(output, source.view(axis.size, n)[axis.rank])
     over, source = _redirect_source(call, _drop_source(call, source))
     return _post_call(lambda: transport.reduce_scatter(output, source, over), call, output, async_op)
 
@@ -70,8 +69,7 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str
     sent = output.nbytes * (axis.size - 1) // axis.size
     call = _record_call("all_gather", axis, site, output.nbytes, sent, output)
     if call is None:
-        _copy_unless_shared(output.view(axis.size, n)[axis.rank], source)
-        return DONE
+        return _copy_unless_shared(output.view(axis.size, n)[axis.rank], source)
     source = _drop_source(call, source)
     over, turned = call.redirect()
     if over is not axis:
@@ -176,7 +174,7 @@ def run_fused(
     operation: such as "all_gather". payload: bytes of the whole vector. site: label of the call in traces, byte counts
     and errors."""
     call = _record_call(operation, axis, site, payload, payload * (axis.size - 1) // axis.size)
-    over = axis if call is None else call.redirect(ordered=False)[0]
+    over, shifts = (axis, False) if call is None else call.redirect()
     assert over.group is not None
     group = over.group.group_name
     if call is None:  # the injected fault "skip"
@@ -185,14 +183,17 @@ def run_fused(
 
     def post() -> Posted:
         """Queue the kernels."""
-        made.extend(run(_drop_source(call, source), group))
+        given = _drop_source(call, source)
+        made.extend(run(_shift_tokens(given, axis) if shifts and operation == "reduce_scatter" else given, group))
         return [_QUEUED], None
 
     def corrupt() -> None:
         """Corrupt the results by the injected fault, if there is one."""
-        if call.fault is not None:
-            for each in made:
-                axis.communicator.faults.corrupt_result(call.fault, each)
+        for number, each in enumerate(made):
+            if shifts and operation == "all_gather":
+                each.copy_(_shift_tokens(each, axis))
+            if call.fault is not None:
+                axis.communicator.faults.corrupt_result(call.fault, each, number)
 
     _post_call(post, call, source.new_empty(0), False, corrupt)
     return made
@@ -214,16 +215,16 @@ def _copy_or_zero(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Han
     """Write to `output` the result of a call that is not made: on an axis of one rank `source`, under the injected
     fault "skip" zeros. Return a complete handle."""
     if axis.trivial:
-        _copy_unless_shared(output, source)
-    else:
-        output.zero_()
+        return _copy_unless_shared(output, source)
+    output.zero_()
     return DONE
 
 
-def _copy_unless_shared(output: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy `source` to `output`, unless both are views of the same memory."""
+def _copy_unless_shared(output: torch.Tensor, source: torch.Tensor) -> Handle:
+    """Copy `source` to `output`, unless both are views of the same memory. Return a complete handle."""
     if output.data_ptr() != source.data_ptr():
         output.view(-1).copy_(source.view(-1))
+    return DONE
 
 
 def _shift_by_one_rank(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -231,6 +232,11 @@ def _shift_by_one_rank(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
     last rank to rank 0. Dim 0 consists of `axis.size` equal slices, one for each rank. Used for the injected fault
     "wrong group", to imitate a call over other ranks."""
     return parts.reshape(axis.size, -1).roll(1, 0).view(parts.shape)
+
+
+def _shift_tokens(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Return a copy of `x` [B, S, ...] with each rank's tokens in the place of the next rank's; an empty `x` itself."""
+    return x.roll(x.shape[1] // axis.size, 1) if x.numel() else x
 
 
 def _choose_host_timeout(axis: Axis, tensor: torch.Tensor) -> timedelta | None:

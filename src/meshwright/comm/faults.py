@@ -53,7 +53,7 @@ class Faults:
         self.affected_calls = 0  # calls with an injected fault
         self.other: Any = None  # axis over the wrong ranks
         self._calls = 0
-        self._before: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
+        self._before: dict[tuple[int, torch.Size, torch.dtype], torch.Tensor] = {}
 
     def inject(self, fault: Fault | None, other: Any = None) -> None:
         """Activate a fault in this process in place of the previous fault; None: deactivate the previous fault. other:
@@ -83,13 +83,14 @@ class Faults:
             return fault
         return dataclasses.replace(fault, kind=_REMEMBER) if fault.kind == "stale" else None
 
-    def corrupt_result(self, fault: Fault, output: torch.Tensor) -> None:
+    def corrupt_result(self, fault: Fault, output: torch.Tensor, number: int = 0) -> None:
         """Corrupt the finished result `output` of a call in place, for two kinds of `fault`: "double" multiplies it by
-        2; "stale" replaces it by the result of the previous matching call with the same shape and dtype."""
+        2; "stale" replaces it by the result of the previous matching call with the same shape, dtype and
+        `number`, the number of this result among those of a call."""
         if fault.kind == "double":
             output.mul_(2)
         elif fault.kind in ("stale", _REMEMBER):
-            key = (output.shape, output.dtype)
+            key = number, output.shape, output.dtype
             true_result = output.clone()
             before = self._before.get(key)
             if before is not None and fault.kind == "stale":

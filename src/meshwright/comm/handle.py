@@ -56,10 +56,7 @@ class Handle:
             self._communicator.calls.wait(self._call)
         try:
             for work in works:
-                if self._timeout is None:
-                    work.wait()
-                else:
-                    work.wait(self._timeout)
+                work.wait() if self._timeout is None else work.wait(self._timeout)
         except (RuntimeError, RankLost) as error:
             self._error = make_rank_lost_error(self._describe, error)
             raise self._error from error

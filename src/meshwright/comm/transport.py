@@ -165,15 +165,11 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Posted]:
     posted: list[Posted | None] = [None] * len(messages)
     for at in sorted(range(len(messages)), key=lambda at: not messages[at].is_receive):  # receives first
         m = messages[at]
-        on_host = m.tensor if m.tensor.device.type == "cpu" else None  # gloo sends host memory only
+        buffer = m.tensor.cpu()  # gloo sends host memory only; a tensor there is returned itself
         if m.is_receive:
-            buffer = torch.empty_like(m.tensor, device="cpu") if on_host is None else on_host
-            posted[at] = (
-                [group.recv([buffer], m.peer, MESSAGE_TAG)],
-                partial(m.tensor.copy_, buffer) if on_host is None else None,
-            )
+            copy = None if buffer is m.tensor else partial(m.tensor.copy_, buffer)
+            posted[at] = [group.recv([buffer], m.peer, MESSAGE_TAG)], copy
         else:
-            buffer = m.tensor.cpu() if on_host is None else on_host
             posted[at] = [group.send([buffer], m.peer, MESSAGE_TAG)], None
     return [each for each in posted if each is not None]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.model.attention import Attention
 from meshwright.model.attention_inputs import AttentionInputs
-from meshwright.model.axis_operations import AxisOperations, Recompute
+from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.experts import Mixture
 from meshwright.model.latent_attention import LatentAttention
 from meshwright.model.layers import FeedForward, Linear, make_norm
@@ -37,7 +37,6 @@ class Block(nn.Module):
         self.mlp = (Mixture if config.has_experts(layer) else FeedForward)(config, axes, **options)
         self.mlp_post_norm = make_norm(config, config.post_norms, **options)
         self.residual_scale = config.residual_scale
-        self.discard = (Recompute() if config.post_norms else axes.recompute).discard  # a post-norm reads the output
 
     def forward(
         self, x_BSH: Tensor, inputs: AttentionInputs, counted_B: Tensor | None = None
@@ -48,7 +47,7 @@ class Block(nn.Module):
         `inputs`: positions, mask and KV cache of attention; `counted_B`: number of target tokens of each sequence."""
         x_BSH, normed_BSH = self.attend(x_BSH, inputs)
         if not isinstance(self.mlp, Mixture):
-            return self.add(x_BSH, self.discard(self.mlp(normed_BSH)), self.mlp_post_norm), None
+            return self.add(x_BSH, self.mlp(normed_BSH), self.mlp_post_norm), None
         y_BSH, balance = self.mlp(normed_BSH, counted_B)
         return self.add(x_BSH, y_BSH, self.mlp_post_norm), balance
 

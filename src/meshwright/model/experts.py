@@ -214,8 +214,7 @@ class Experts(nn.Module):
         super().__init__()
         self.config = config
         self.experts = config.experts
-        self.dispatcher = axes.dispatcher
-        dispatcher = axes.dispatcher  # without it tp ranks split the width of each expert
+        self.dispatcher = dispatcher = axes.dispatcher  # without it tp ranks split the width of each expert
         self.held = config.experts if dispatcher is None else config.experts // dispatcher.expert_ranks
         ranks = axes.tensor.size if dispatcher is None else dispatcher.width_ranks
         width = config.expert_intermediate // ranks

@@ -5,6 +5,7 @@ Shapes: B sequences, S tokens of a sequence, H hidden, F intermediate, V vocabul
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.model.axis_operations import AxisOperations, Overlap, TensorOperations
+from meshwright.model.axis_operations import AxisOperations, Overlap, Recompute, TensorOperations
 from meshwright.model.precision import at_least_float32
 from meshwright.model.weight_gradients import Taps, WeightGradients, linear
 from meshwright.quantization.packing import QuantizedMatmul
@@ -27,7 +28,8 @@ class Linear(nn.Module):
     autograd computes it. `packed`: function that multiplies by a quantized weight; None: the weight is not quantized.
     `adapter`: LoRA adapter; None: the layer has no adapter. `taps`: two dummy inputs, set only during a call of a
     compiled graph. Their gradients carry dy and x from the compiled backward to the queue.
-    `ends_recompute`: True for the last product of a block of which backward recomputes all.
+    `ends_recompute`: True for the last product of a block of which backward recomputes all. `discard`: function that
+    the output passes before a bias is added to it: `Recompute.discard` if only sums read the output.
     """
 
     weight_gradients: WeightGradients | None = None  # None: autograd computes them
@@ -35,6 +37,7 @@ class Linear(nn.Module):
     adapter: Any  # `adapters.low_rank.LowRank`, which computes the product in place of `base_product`
     taps: Taps | None = None  # set during a compiled call
     ends_recompute = False
+    discard: Callable[[Tensor], Tensor] = staticmethod(lambda x: x)
 
     def __init__(self, x: int, y: int, bias: bool, **options: Any) -> None:
         super().__init__()
@@ -46,8 +49,12 @@ class Linear(nn.Module):
         """Return x Wᵀ + b, [..., Y], for `x` [..., X], where W is [Y, X]; with a LoRA adapter of matrices A, B and
         scale s, x (W + s B A)ᵀ + b."""
         if self.adapter is None and self.packed is None:
-            return linear(x, self.weight, self.bias, self.weight_gradients, self.taps, None, self.ends_recompute)
-        y = self._product(x)
+            return self.discard(self.base_product(x, self.bias))
+        return self._add_bias(self._product(x))
+
+    def _add_bias(self, y: Tensor) -> Tensor:
+        """Return y + b for the layer's output `y` [..., Y] without bias b."""
+        y = self.discard(y)
         return y if self.bias is None else y + self.bias
 
     def _product(self, x: Tensor) -> Tensor:
@@ -55,12 +62,12 @@ class Linear(nn.Module):
         without bias."""
         return self.base_product(x) if self.adapter is None else self.adapter.adapted_product(x, self)
 
-    def base_product(self, x: Tensor) -> Tensor:
-        """Return x Wᵀ [..., Y] for `x` [..., X], the layer's output without bias and without the output of a LoRA
-        adapter."""
+    def base_product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x Wᵀ + `bias`, [..., Y], for `x` [..., X], without the output of a LoRA adapter. A quantized W takes
+        no bias (None)."""
         if self.packed is not None:
             return self.packed(x, self.weight)
-        return linear(x, self.weight, None, self.weight_gradients, self.taps, None, self.ends_recompute)
+        return linear(x, self.weight, bias, self.weight_gradients, self.taps, None, self.ends_recompute)
 
 
 class ParallelLinear(Linear):
@@ -107,7 +114,7 @@ class RowParallelLinear(ParallelLinear):
             y = self.tensor.leave(self._product(x), self.site)
         else:
             y = linear(x, self.weight, None, self.weight_gradients, self.taps, overlap, self.ends_recompute)
-        return y if self.bias is None else y + self.bias
+        return self._add_bias(y)
 
 
 class RMSNorm(nn.Module):
@@ -187,6 +194,8 @@ class FeedForward(nn.Module):
         self.up = ColumnParallelLinear(config.hidden, outputs, config.mlp_bias, axes.tensor, "mlp.input", **options)
         self.down = RowParallelLinear(width, config.hidden, config.mlp_bias, axes.tensor, "mlp.output", **options)
         self.down.ends_recompute = axes.recompute.kind == "full"
+        # A post-norm reads the output.
+        self.down.discard = (Recompute() if config.post_norms else axes.recompute).discard
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         """Return the MLP output [B, S, H] for the hidden states `x_BSH` (with sequence parallelism, input and output

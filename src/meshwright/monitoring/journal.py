@@ -219,7 +219,7 @@ class Journal:
 
     def record_save_start(self, step: int, stall_seconds: float) -> None:
         """Write the event "checkpoint save has begun" to `metrics.jsonl`. step: step of the checkpoint; stall_seconds:
-        time for which training was blocked to start the save."""
+        time for which the save has held training up."""
         self._write_line({"event": "save", "step": step, "stall_seconds": stall_seconds})
 
     def record_save_failure(self, step: int, reason: str) -> None:

@@ -190,11 +190,9 @@ class FlatLayout:
         """Return the model's parameters as views of `buffer`, an unsharded flat buffer (1-D, `self.padded` elements),
         in the order of `self.tensors` and in their shapes on this rank.
         """
-        views = []
-        for placed in self.tensors:
-            items = self.locate_items(placed.offset, placed.offset + placed.numel)
-            views.append(self.storage_format.view(buffer[items], placed.shape))
-        return views
+        ranges = (self.locate_items(each.offset, each.offset + each.numel) for each in self.tensors)
+        parts = zip(ranges, self.tensors, strict=True)
+        return [self.storage_format.view(buffer[items], each.shape) for items, each in parts]
 
     def locate_items(self, start: int, stop: int) -> slice:
         """Return the slice of a buffer's items in memory that store its elements [start, stop); an item of a quantized

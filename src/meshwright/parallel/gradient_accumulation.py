@@ -151,10 +151,7 @@ class GradientAccumulator:
             running.held.append((parameter, gradient))
             return
         view, stale = self._gradient_view(running, parameter)
-        if stale:
-            view.copy_(gradient)
-        else:
-            view.add_(gradient)
+        view.copy_(gradient) if stale else view.add_(gradient)
         del gradient
         self._mark_accumulated(running, parameter)
 

@@ -260,7 +260,6 @@ def _build_groups(program: PipelineProgram, rank: int) -> list[_Group]:
             is_output = direction == OUTPUT
             forward_key = stage + is_output, replica, micro_batch  # an output is the next stage's input
             site = ACTIVATION_SITE if is_output else GRADIENT_SITE
-            peer = program.find_peer(at)
-            end = _Transfer(value, peer, kind in ARRIVING, forward_key, site, program.describe(at))
+            end = _Transfer(value, program.find_peer(at), kind in ARRIVING, forward_key, site, program.describe(at))
             groups[-1].transfers.append(end)
     return groups

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+import meshwright.adapters.experts
 import meshwright.comm.operators
 import meshwright.comm.products
 import meshwright.model.grouped_product
@@ -52,7 +53,9 @@ ATTENTION |= _get_overloads(aten, *(f"_scaled_dot_product_{name}" for name in KE
 # backward, as large as the slices of all ranks: the all-gathers of sequence parallelism (Korthikanti et al. 2022,
 # section 4.2.2) and the all-to-alls of Ulysses.
 ROWS = _get_overloads(ours, "launch_rows", "wait_for_rows", "reduce_scatter_rows")
-SAVED = MATRIX_PRODUCTS | RING | ROWS | _get_overloads(ours, "reduce_from", "reduce_scatter_to")
+# The output of a layer with an adapter is saved, not the output of its base layer, which nothing else reads.
+ADAPTED = _get_overloads(ours, "add_low_rank", "add_expert_low_rank")
+SAVED = MATRIX_PRODUCTS | ADAPTED | RING | ROWS | _get_overloads(ours, "reduce_from", "reduce_scatter_to")
 GATHERED = _get_overloads(ours, "gather_from", "all_to_all", "join_from", "gather_rows")
 
 
@@ -60,8 +63,9 @@ class _SavedResults(TorchDispatchMode):
     """Selective activation checkpointing of an uncompiled function: its forward saves the results of some operators,
     its recomputation takes them in the same order.
 
-    operators: overloads of torch.ops. results: (operator, saved result or, if it is discarded, its shape), appended by
-    the mode of the forward and taken by that of the recomputation. recomputes: True for the latter mode."""
+    operators: overloads of torch.ops. results: (operator, saved result or, if it is discarded, its shape, versions of
+    the result), appended by the mode of the forward and taken by that of the recomputation. recomputes: True for the
+    latter mode. Raises RuntimeError if backward recomputes other operators, or if a saved result was modified."""
 
     def __init__(self, operators: frozenset[Any], results: deque[Any], recomputes: bool) -> None:
         super().__init__()
@@ -75,24 +79,43 @@ class _SavedResults(TorchDispatchMode):
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         """Run `operator` on `arguments` and `options`, or return its saved result."""
         if self.recomputes and operator in self.operators:
-            computed, saved = self.results.popleft() if self.results else ("nothing", None)
+            computed, saved, versions = self.results.popleft() if self.results else ("nothing", None, None)
             if computed != operator:
                 raise RuntimeError(f"activation checkpointing: backward recomputes {operator}, forward ran {computed}")
+            if versions is not None and _read_versions(saved) != versions:
+                raise RuntimeError(f"activation checkpointing: the saved result of {operator} was modified in place")
             return arguments[0].new_empty(()).expand(saved) if isinstance(saved, torch.Size) else saved
+        if operator in ADAPTED:
+            self.discard(arguments[0])
         result = operator(*arguments, **(options or {}))
         if operator in self.operators:
-            self.results.append((operator, tree_map(torch.Tensor.detach, result)))
+            saved = tree_map(_detach, result)
+            self.results.append((operator, saved, _read_versions(saved)))
         return result
+
+    def discard(self, x: torch.Tensor) -> None:
+        """If `x` is (a view of) a saved result, save only the shape of the latter."""
+        for number, (operator, saved, _) in enumerate(self.results):
+            if isinstance(saved, torch.Tensor) and saved.untyped_storage()._cdata == x.untyped_storage()._cdata:
+                self.results[number] = operator, saved.shape, None
+
+
+def _detach(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` without autograd graph, with the version counter of `x`, which counts its modifications in place."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # excluded below autograd
+        return x.detach()
+
+
+_read_versions = functools.partial(tree_map, lambda x: getattr(x, "_version", None))
+"""Function that returns the version counter of each tensor in the result of an operator."""
 
 
 def discard(x: torch.Tensor) -> torch.Tensor:
-    """Return `x`, whose value neither backward nor recomputation reads. If it is (a view of) the last result that
-    selective activation checkpointing has saved, save it no longer. (Compiled blocks save only what backward reads.)"""
+    """Return `x`, whose value neither backward nor recomputation reads. If it is (a view of) a result that selective
+    activation checkpointing has saved, save it no longer. (Compiled blocks save only what backward reads.)"""
     mode = None if torch.compiler.is_compiling() else _get_current_dispatch_mode()
-    if isinstance(mode, _SavedResults) and mode.results:
-        operator, last = mode.results[-1]
-        if isinstance(last, torch.Tensor) and last.untyped_storage()._cdata == x.untyped_storage()._cdata:
-            mode.results[-1] = operator, last.shape
+    if isinstance(mode, _SavedResults):
+        mode.discard(x)
     return x
 
 

@@ -262,9 +262,8 @@ class GradientReducer:
         gradient.stale.clear()
         del self._open[name]  # the next pass must not write into a buffer that is being sent
         if unit.zero == 0:
-            if not axes.data.trivial:
-                handle = all_reduce(gradient.buffer, axes.data, GRADIENT_SITE, async_op=True)
-                self._in_flight.append((handle, lambda: None))
+            handle = all_reduce(gradient.buffer, axes.data, GRADIENT_SITE, async_op=True)
+            self._in_flight.append((handle, lambda: None))
             return
         while len(self._in_flight) >= REDUCTIONS_IN_FLIGHT:
             self._wait_for_oldest()

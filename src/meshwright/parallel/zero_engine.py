@@ -127,10 +127,9 @@ class ZeroEngine:
         "frozen", "frozen_experts" or "packed" (quantized). `tied`: mesh axis over all pipeline ranks that hold a copy
         of the unit, such as a tied embedding; None if this pipeline rank alone holds the unit."""
         mesh = self.mesh
-        if buffer in EXPERT_BUFFERS:
-            axes = ShardingAxes(mesh.expert_data, mesh.expert_shard, mesh.expert_replica, tied)
-        else:
-            axes = ShardingAxes(mesh.data, mesh.shard, mesh.replica, tied)
+        of_experts = mesh.expert_data, mesh.expert_shard, mesh.expert_replica
+        sharding = of_experts if buffer in EXPERT_BUFFERS else (mesh.data, mesh.shard, mesh.replica)
+        axes = ShardingAxes(*sharding, tied)
         zero = mesh.layout.zero if not axes.shard.trivial else 0
         shards = axes.shard.size if zero else 1
         flat = make_flat_layout(self.table, name, shards, mesh.layout, mesh.layout.coordinates(mesh.rank), buffer)
@@ -266,11 +265,9 @@ class ZeroEngine:
         parameters share memory), "gradients", and "gradient_buffers" (buffers for unsharded gradients that are
         allocated but not in use)."""
         units = self._units.values()
-        parameters = []
-        for unit in units:
-            parameters += [unit.parameters, unit.parameter_shard, *unit.flat.storage_format.scales]
+        scales = chain.from_iterable(unit.flat.storage_format.scales for unit in units)
         kinds: dict[str, Iterable[torch.Tensor]] = {
-            "parameters": parameters,
+            "parameters": [*(unit.parameters for unit in units), *(unit.parameter_shard for unit in units), *scales],
             "masters": [unit.master for unit in units],
             "gradients": [unit.gradient for unit in units],
             "gradient_buffers": self._pool.idle(),

@@ -253,6 +253,7 @@ class Run:
                 self.checkpointer.reserve(self.trainer.slices(owned=True))  # no page faults in the first save
             self.trainer.task.prepare(RunStart(directory, self.agreement, self.saved_state, self.journal.log))
         self.trainer.before_update = self.checkpointer.wait_on_stream
+        self.checkpointer.on_stall = self.journal.record_save_start
         problem = None
         try:
             layout = self.trainer.layout
@@ -341,7 +342,6 @@ class Run:
             self.journal.record_save_failure(step, reason)
         state = self.trainer.state()
         self.checkpointer.save(step, self.trainer.slices(owned=True), state, validation_loss=validation_loss)
-        self.journal.record_save_start(step, self.checkpointer.stall_seconds)
 
     def _finish_saving(self) -> None:
         """Wait for the last save. If it failed on any rank, every rank raises `UserError`. Collective."""

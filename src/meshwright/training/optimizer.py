@@ -51,11 +51,8 @@ class Optimizer:
         """Allocate zero optimizer state for the shards. train: the recipe's [train] table."""
         self.shards = list(shards)
         self.name = train.optimizer
-        self.router_bias_rate = train.router_bias_rate
         self.step_count = 0
-        self._betas = train.betas
-        self._epsilon = train.epsilon
-        self._momentum = train.momentum
+        self._train = train
         kinds = STATE_KINDS[self.name] if self.name == "adamw" or train.momentum else ()
         self._state = {kind: [torch.zeros_like(shard.master) for shard in self.shards] for kind in kinds}
         self._groups: dict[tuple[float, float], _Group] = {}
@@ -113,7 +110,7 @@ class Optimizer:
                 sign = torch.where(load.abs() > 16 * torch.finfo(load.dtype).eps, load, 0).sign()
                 if isinstance(gradient_scale, GpuScale):
                     sign *= 1 - gradient_scale.skip
-                shard.master[low:high].sub_(sign, alpha=self.router_bias_rate)
+                shard.master[low:high].sub_(sign, alpha=self._train.router_bias_rate)
                 load.zero_()
 
     def _update(self, group: _Group, **options: Any) -> None:
@@ -122,11 +119,11 @@ class Optimizer:
         adds decay x weights to the gradient."""
         masters, gradients, state, updates = group
         if self.name == "adamw":
-            beta1, beta2 = self._betas
-            options |= {"beta1": beta1, "beta2": beta2, "eps": self._epsilon, "amsgrad": False}
+            beta1, beta2 = self._train.betas
+            options |= {"beta1": beta1, "beta2": beta2, "eps": self._train.epsilon, "amsgrad": False}
             adamw(masters, gradients, state[0], state[1], [], updates, **options)
         else:
-            options |= {"momentum": self._momentum, "dampening": 0.0, "nesterov": False}
+            options |= {"momentum": self._train.momentum, "dampening": 0.0, "nesterov": False}
             momentum: list[torch.Tensor | None] = [*state[0]] if state else []
             sgd(masters, gradients, momentum, **options)
 

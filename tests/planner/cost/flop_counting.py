@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from meshwright.adapters import low_rank
 from meshwright.adapters.attach import attach_adapters
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
@@ -49,6 +50,13 @@ OURS = {
     torch.ops.meshwright.grouped_product: inside(grouped_product._compute_grouped_product._init_fn),
     torch.ops.meshwright.grouped_product_input: inside(grouped_product._compute_input_gradient._init_fn),
     torch.ops.meshwright.grouped_product_weight: inside(grouped_product._compute_weight_gradient._init_fn),
+    torch.ops.meshwright.add_low_rank: inside(low_rank._add_low_rank._init_fn),
+    torch.ops.meshwright.add_expert_low_rank: inside(
+        lambda y, low, b, ends, starts, sizes: [
+            grouped_product._compute_grouped_product._init_fn(part, weight, ends, None, 0)
+            for part, weight in zip(low.split(b.shape[2], dim=1), b.split(sizes, dim=1), strict=True)
+        ]
+    ),
 }
 
 

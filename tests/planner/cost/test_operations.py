@@ -70,6 +70,8 @@ def test_flops_match_torch_counter(name: str, recompute: str):
 ADAPTED = [
     ("llama-tiny", "none", {}), ("llama-tiny", "selective", {"targets": ("v_proj", "*layers.1.mlp.down_proj")}),
     ("gpt2-tiny", "full", {"kind": "dora"}), ("qwen2-moe-tiny", "none", {"targets": ("*layers.1.*",)}),
+    ("llama-tiny", "full", {}), ("dots1-tiny", "full", {"targets": ("all-linear",)}),
+    ("qwen2-moe-tiny", "selective", {}), ("mixtral-tiny", "selective", {"targets": ("w1", "w2", "w3")}),
 ]  # fmt: skip
 
 

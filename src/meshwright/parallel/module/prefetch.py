@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -83,10 +83,9 @@ class ModulePrefetcher:
         self._to_gather = deque([*held, *(name for name in self._order if name not in self.held)])
         for name in held:
             self._unshard(name)
-        hooks: AbstractContextManager[Any] = nullcontext()
-        if backward_follows:
-            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        with hooks, nullcontext() if settled else _ParameterUses(self._hold_outside_use):
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        uses = nullcontext() if settled else _ParameterUses(self._hold_outside_use)
+        with hooks if backward_follows else nullcontext(), uses:
             yield
         self._start_remaining_all_gathers()
         if not settled:

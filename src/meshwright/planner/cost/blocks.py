@@ -138,9 +138,8 @@ def _recomputed_operations(batch: MicroBatch, layer: list[Operation], mixed: boo
     last = _last_product(batch, mixed) if engine.stops_early else None
     every_second = {"attention.qkv": batch.kv_heads / (batch.heads + 2 * batch.kv_heads), "attention.output": 1.0}
     every_second |= {"mlp.up": 0.5} if batch.config.gated else {}
-    low = batch.config.adapter is not None and batch.config.adapter.kind != "dora"
-    if any(one.name == f"{last}.adapter.b" for one in layer):  # it comes after the base's product
-        last = f"{last}.adapter.b" if low else None
+    if any(one.name == f"{last}.adapter.b" for one in layer):  # one autograd function multiplies by all its matrices
+        last = None
     for one in layer:
         if one.phase != "forward":
             continue
@@ -152,7 +151,7 @@ def _recomputed_operations(batch: MicroBatch, layer: list[Operation], mixed: boo
             wanted = core or one.name == "attention.dropout"
         elif engine.selective == "elementwise":
             # The result of ring attention came over the wire: it is kept.
-            wanted = (core and not batch.ring) or one.kind == "elementwise" or (low and one.name.endswith(".adapter.b"))
+            wanted = (core and not batch.ring) or one.kind == "elementwise"
         elif engine.selective == "up-projections":
             wanted = one.name.endswith(("norm", ".rotary", ".activation", "_up", "_up.cast"))
         else:  # every second product

@@ -176,6 +176,12 @@ class ModuleTask:
         """True if the module has no buffers, which a skipped step would have to restore."""
         return not self.values.has_buffers
 
+    @property
+    def saves_frozen(self) -> bool:
+        """True if checkpoints hold frozen parameters."""
+        buffers = dict(self.module.named_buffers())
+        return any(each.name not in buffers for each in self.derived.kept)
+
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
         """Return buffers, and without an adapter frozen parameters, as checkpoint slices. owned: True to return only
         the slices that this rank writes (all on rank 0, none elsewhere); False to return all."""

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.checkpoint import Checkpointer, find_newest
-from meshwright.checkpoint.checkpointer import CheckpointContents
+from meshwright.checkpoint.contents import CheckpointContents
 from meshwright.checkpoint.files import to_json_bytes
 from meshwright.comm.mesh import Mesh
 from meshwright.emulation.scheduler import is_emulated_rank
@@ -62,6 +62,7 @@ class ModuleRun(Run):
         check_module_resume(recipe, len(spec.data))
         self.journal.memory.start()
         task = build_task(spec, recipe, mesh)
+        self.waits_for_copies = task.saves_frozen
         self.trainer = Trainer(task)
         contents = _make_contents(task)
         options = make_save_options(recipe)
@@ -70,10 +71,11 @@ class ModuleRun(Run):
         self.resumed_from = None if loaded is None else self._restore(*loaded)
 
     def _save(self, validation_loss: float | None) -> None:
-        """Start to save a checkpoint, see `Run._save`; a module's forward may change its buffers, which are part of
-        the training state."""
+        """Start to save a checkpoint, see `Run._save`. On a GPU the next forward, which may change frozen parameters,
+        waits until they are copied; of buffers, which it may change too, there are copies on the GPU."""
         super()._save(validation_loss)
-        self.checkpointer.wait_on_stream()
+        if self.waits_for_copies:
+            self.checkpointer.wait_on_stream()
 
     def _predict(self) -> Prediction:
         """Return a prediction of traffic alone: the FLOPs and activations of a user's module are unknown."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from meshwright.comm import backend
 from meshwright.comm.collectives import all_reduce, broadcast
 from meshwright.comm.mesh import Mesh
 from meshwright.parallel.flat_buffers import TensorSlice
@@ -99,12 +100,15 @@ class UntrainedTensors:
 
     def slices(self, owned: bool) -> list[TensorSlice]:
         """Return all buffers and frozen parameters as checkpoint slices. owned: True to return only the slices that
-        this rank writes (all on rank 0, none elsewhere); False to return all."""
+        this rank writes (all on rank 0, none elsewhere), on a GPU with copies of the buffers, since the next forward
+        may change these while the slices are copied to the host; False to return all."""
         if owned and self._mesh.rank:
             return []
-        slices = []
+        slices, buffers = [], self._buffers()
         for name, value in list_untrained_tensors(self._module, saved=True).items():
             assert value.is_contiguous(), name
+            if owned and name in buffers and backend.current_stream(value.device) is not None:
+                value = value.detach().clone()
             slices.append(TensorSlice("master", name, 0, value.numel(), value.detach().reshape(-1)))
         return slices
 
