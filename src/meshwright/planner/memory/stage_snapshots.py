@@ -21,10 +21,7 @@ from meshwright.planner.memory.compiled_blocks import (
 )
 from meshwright.planner.memory.snapshot import (
     Allocation,
-    BackwardState,
-    Buffers,
     NamedSnapshot,
-    Reduction,
     Snapshot,
     activation,
     count_bytes,
@@ -32,7 +29,7 @@ from meshwright.planner.memory.snapshot import (
     message,
     workspace,
 )  # fmt: skip
-from meshwright.planner.memory.states import Flat
+from meshwright.planner.memory.states import BackwardState, Buffers, Flat, Reduction
 from meshwright.spec.parameter_entries import REDUCTIONS_IN_FLIGHT
 from meshwright.spec.stages import LOOKED_UP, Stage
 
