@@ -125,14 +125,13 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Alloc
     # Under a bidirectional schedule a micro-batch passes one of the rank's two stages.
     flying = float(waiting[:, pp_rank].max()) / (len(place) if layout.schedule in BIDIRECTIONAL_SCHEDULES else 1)
     again = 0.0
-    unrecomputed = replace(batch, layout=layout.with_(recompute="none"))
     for mixture, layers in Counter(config.has_experts(layer) for stage in place for layer in stage.layers).items():
         saved = published_layer(batch, mixture)
         for name, size in saved.items():
             yield Allocation(
                 "activations", f"{name} of {layers} layers x {flying:g}", bytes=round(size * x / 2 * layers * flying)
             )
-        again = max(again, sum(published_layer(unrecomputed, mixture).values()) - sum(saved.values()))
+        again = max(again, sum(published_layer(batch.recomputed, mixture).values()) - sum(saved.values()))
     logits = 0.0
     if config.head in ("next", "masked") and any(stage.last for stage in place):
         logits = loss_bytes(batch)

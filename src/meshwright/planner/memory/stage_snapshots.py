@@ -211,8 +211,6 @@ class StageSnapshots:
         sizes = temporaries.adapter_sizes(at, number) | {"split": int(split)}
         layer = temporaries.Pass(layer_dimensions(at, number, sizes, {"split": split}), saved, f"{unit}.")
         yield from layer.snapshots("mixture" if kind.mixed else "mlp")
-        if config.adapter and (config.adapter.dropout or config.adapter.packed) and not kind.mixed:
-            yield from layer.snapshots("adapted_mlp")
         yield from layer.snapshots("mlp_norm")
         around: list[Allocation] = []  # the MLP's tensors are freed by now, except operands of queued weight gradients
         if split:
