@@ -65,8 +65,8 @@ def _describe_stage(partition: Partition, layout: Layout, coordinate: int, dtype
     stages, units = partition.stages_on(coordinate), partition.units_on(coordinate)
     flats = flats_of(partition.table, layout, units)
     kinds: dict[str, int] = {}
-    for state in list_states(flats, dtype, "float32", "adamw"):
-        kinds[state.kind] = kinds.get(state.kind, 0) + state.bytes
+    for kind, state in list_states(flats, dtype, "float32", "adamw"):
+        kinds[kind] = kinds.get(kind, 0) + state.bytes
     return {
         "stages": [stage.index for stage in stages],
         "layers": sorted(layer for stage in stages for layer in stage.layers),

@@ -15,7 +15,7 @@ from meshwright.collectives.quantities import format_bytes
 from meshwright.monitoring.step_memory import StepMemory
 from meshwright.planner.cost.step_time import StepTime
 from meshwright.planner.hardware.cluster import Cluster
-from meshwright.planner.memory.ledger import CATEGORY_OF_STATE
+from meshwright.planner.memory.states import CATEGORY_OF_STATE
 
 WARM_UP = 2
 """Number of first steps that are left out: they compile, and touch memory for the first time."""

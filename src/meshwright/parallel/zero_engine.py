@@ -287,8 +287,8 @@ class ZeroEngine:
         sizes = dict.fromkeys(("parameters", "masters", "gradients", "gradient_buffers"), 0)
         flats = flats_of(self.table, self.mesh.layout, list(self._units_of))
         parameter, master = (str(each).removeprefix("torch.") for each in (self.parameter_dtype, self.master_dtype))
-        for state in list_states(flats, parameter, master, optimizer="sgd"):
-            sizes[state.kind] += state.bytes
+        for kind, state in list_states(flats, parameter, master, optimizer="sgd"):
+            sizes[kind] += int(state.bytes)
         return sizes
 
 

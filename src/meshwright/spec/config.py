@@ -263,7 +263,7 @@ class ModelConfig:
     @property
     def expert_layers(self) -> int:
         """The number of mixture-of-experts layers."""
-        return sum(self.has_experts(layer) for layer in range(self.layers))
+        return sum(self.has_experts(layer) for layer in range(self.layers)) if self.experts else 0
 
     @property
     def encoder(self) -> bool:

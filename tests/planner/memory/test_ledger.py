@@ -45,6 +45,18 @@ ROUTED_LORA, ROUTED_DORA = (
 )
 DROPPED = dataclasses.replace(SMALL_HEAD, intermediate=1024, adapter=AdapterConfig(rank=4, dropout=0.1))
 SHARED = dataclasses.replace(preset("qwen2-moe-tiny"), vocabulary=256, experts=4, expert_intermediate=512)
+NARROW_EXPERTS = dataclasses.replace(MIXTURE, hidden=256, intermediate=64, expert_intermediate=64)
+MASKED_EXPERTS = [
+    Step(
+        dataclasses.replace(config, adapter=AdapterConfig(rank=4, targets=targets, dropout=0.1)), "dp1", 4, 128,
+        dtype=dtype,
+    )
+    for config, targets, dtype in (
+        (MIXTURE, ("w2",), "bfloat16"), (NARROW_EXPERTS, ("w1", "w3"), "bfloat16"),
+        (SHARED, ("*.experts.*_proj",), "float32"),
+    )
+]  # fmt: skip
+"""The peak is where dropout masks are computed: of down and of up in the forward, of down in the backward."""
 
 
 @pytest.mark.parametrize(
@@ -58,7 +70,7 @@ SHARED = dataclasses.replace(preset("qwen2-moe-tiny"), vocabulary=256, experts=4
         Step(SMALL_HEAD, "dp1", 4, 256, starts=UNEQUAL), Step(WINDOWED, "dp1", 4, 256, starts=UNEQUAL),
         Step(LORA, "dp1", 4, 128), Step(QLORA, "mb2", 4, 128, dtype="bfloat16"), Step(DORA, "ac:full", 4, 128),
         Step(ROUTED_LORA, "dp1", 4, 128), Step(ROUTED_DORA, "dp1", 4, 128),
-        Step(DROPPED, "dp1", 4, 64), Step(DROPPED, "ac:full", 4, 64, dtype="bfloat16"),
+        *MASKED_EXPERTS, Step(DROPPED, "dp1", 4, 64), Step(DROPPED, "ac:full", 4, 64, dtype="bfloat16"),
         Step(dataclasses.replace(LORA, vocabulary=2048), "dp1", 4, 128),
         Step(dataclasses.replace(DOUBLE, hidden=256, intermediate=1024, head_dim=32), "dp1", 4, 32),  # wide weights
         Step(LLAMA, "dp1", 4, 128, dtype="bfloat16", teacher=TeacherWork(LLAMA)),
@@ -78,6 +90,8 @@ def test_peak_of_step_matches_allocator(step: Step) -> None:
     check_states(found)
     at = found.where, found.predicted.peak_snapshot
     assert found.predicted.peak_bytes == pytest.approx(found.peak, rel=0.01), at
+    if step in MASKED_EXPERTS:
+        assert ("LowRankTermsBackward" in found.where) == found.predicted.peak_snapshot.endswith("backward"), at
 
 
 def test_unknown_documents_need_at_most_predicted_memory() -> None:
@@ -176,6 +190,16 @@ def test_ledger_items_add_up_to_peak(layout: str) -> None:
     by_category = found.by_category()
     assert list(by_category) == list(CATEGORIES)
     assert sum(by_category.values()) == found.peak_bytes + by_category["framework"]
+
+
+@pytest.mark.parametrize("layout", ["dp4 zero1", "dp4 zero3 ac:full"])
+def test_reductions_in_flight_are_of_units_whose_backward_has_run(layout: str) -> None:
+    found = ledger(DEEP, Layout.parse(layout), batch=8, sequence=1024)
+    order = ["embedding", *(f"layers.{layer}" for layer in range(DEEP.layers)), "head"]
+    now = ".".join(found.peak_snapshot.partition(":")[0].split(".")[:2])
+    assert found.peak_snapshot.endswith("backward") and now in order[1:-1], found.peak_snapshot
+    sent = {item.name.split(" ")[0] for item in found.items if item.name.endswith("parts of other ranks")}
+    assert sent == set(order[order.index(now) + 1 :][:2]), (now, sent)
 
 
 def test_1f1b_stage_has_published_micro_batches_in_flight() -> None:

@@ -42,7 +42,7 @@ def test_one_device_holds_every_parameter(name: str) -> None:
     held = sum(flat.numel for flat in flats)
     assert held == table.numel
     padding = sum(flat.padded - flat.numel for flat in flats)
-    assert sum(each.bytes for each in list_states(flats, "bfloat16", "float32", "adamw")) == 18 * held + 6 * padding
+    assert sum(each.bytes for _, each in list_states(flats, "bfloat16", "float32", "adamw")) == 18 * held + 6 * padding
 
 
 GPT = preset("gpt3-175b")  # h = 12288, a = 96, f = 4h

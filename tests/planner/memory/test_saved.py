@@ -82,8 +82,9 @@ ADAPTERS: dict[str, list[dict[str, Any]]] = {
     "qwen3-tiny": [{"targets": ("layers.1.mlp.up_proj", "*layers.2.*")}],
     "gpt2-tiny": [{}],
     "qwen2-moe-tiny": [{}, {"targets": ("q_proj",)}, {"targets": ("*.experts.*.up_proj", "*.experts.*.down_proj")}],
-    "mixtral-tiny": [{"targets": ("w1", "w2", "w3")}, {"kind": "dora", "targets": ("w1", "w2", "w3")}],
-}
+    "mixtral-tiny": [{"targets": ("w1", "w2", "w3")}, {"kind": "dora", "targets": ("w1", "w2", "w3")},
+                      {"targets": ("w2",)}],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ADAPTERS)

@@ -109,7 +109,9 @@ def record_names(monkeypatch: pytest.MonkeyPatch) -> tuple[Names, Names]:
     adapted = (
         dataclasses.replace(preset("llama-tiny"), adapter=AdapterConfig(rank=4)),
         dataclasses.replace(preset("llama-tiny"), adapter=AdapterConfig(rank=4, packed="nf4")),
-        dataclasses.replace(preset("qwen2-moe-tiny"), adapter=AdapterConfig(rank=4, targets=("q_proj",))),
+        dataclasses.replace(
+            preset("qwen2-moe-tiny"), adapter=AdapterConfig(rank=4, targets=("q_proj", "*.experts.*_proj"))
+        ),
     )
     labelled = dataclasses.replace(preset("bert-tiny"), head="classes", labels=("a", "b"))
     for config in (*map(preset, families), *adapted, labelled, preset("bert-tiny")):

@@ -57,7 +57,7 @@ class ActivationBytes:
         sizes = [
             (one.rows, one.layout.tp, one.layout.cp, saves_gathered(one.layout, problem.engine)) for one in candidates
         ]
-        losses = {size: self._loss(one, size[-1]) for size, one in dict(zip(sizes, candidates, strict=True)).items()}
+        losses = {size: self._loss(one) for size, one in dict(zip(sizes, candidates, strict=True)).items()}
         self.head, logits = np.array([losses[size] for size in sizes]).T
         # In `meshwright` both may be allocated at once; in other engines the loss ends before a layer is recomputed.
         self.passing = passing + logits if self.ours else np.maximum(passing, logits)
@@ -119,15 +119,15 @@ class ActivationBytes:
         last = count_bytes(each for each in ends if each.name != "head.weight.gradient") - empty
         return [*layers, *queued, saved(batch, _FIRST), last, most + 4 * stream]
 
-    def _loss(self, candidate: StageCandidate, gathered: bool) -> tuple[float, float]:
+    def _loss(self, candidate: StageCandidate) -> tuple[float, float]:
         """Return (bytes of the gradient of the head's weight, peak bytes that the loss allocates, with this gradient)
-        under one candidate layout. gathered: True if the head keeps its gathered input."""
+        under one candidate layout."""
         problem, config = self.problem, self.problem.config
         if config.head not in ("next", "masked"):
             return 0.0, 0.0
         batch = micro_batch_of(problem, [candidate], device=problem.cluster.kind)
         if not self.ours:
-            return 0.0, loss_bytes(batch, self.itemsize, gathered)
+            return 0.0, loss_bytes(batch)
         width, chunks = batch.vocabulary, batch.loss_chunks
         longest = max(chunks)
         head = 0.0 if config.adapter else float(width * config.hidden * (self.itemsize if len(chunks) == 1 else 4))

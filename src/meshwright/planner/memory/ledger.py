@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from meshwright.collectives.quantities import GIB
 from meshwright.errors import UserError
@@ -20,9 +20,9 @@ from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch, Routed, Star
 from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.memory.compiled_blocks import can_predict_compiled
 from meshwright.planner.memory.saved import position_tables, saved_activations
-from meshwright.planner.memory.snapshot import Allocation, BackwardState, Buffers, Reduction, Snapshot
+from meshwright.planner.memory.snapshot import Allocation, Snapshot
 from meshwright.planner.memory.stage_snapshots import StageSnapshots
-from meshwright.planner.memory.states import flats_of, gradient_buffers, list_states
+from meshwright.planner.memory.states import BackwardState, Buffers, Reduction, flats_of, gradient_buffers, list_states
 from meshwright.planner.memory.teacher import TeacherMemory
 from meshwright.program import consumed_sends
 from meshwright.program.pipeline import ARRIVING, COMPUTING
@@ -40,11 +40,6 @@ CATEGORIES = (
 )
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "workspace")
 """Categories of the peak in JSON answers, in which "workspace" includes communication and logits."""
-CATEGORY_OF_STATE = {
-    "parameters": "parameters", "masters": "optimizer", "gradients": "gradients", "gradient_buffers": "gradients",
-    "optimizer": "optimizer", "buffers": "buffers",
-}  # fmt: skip
-
 WAITING, FOLLOWED, QUEUE = "waits for its backward", "its backward follows", "queue of weight gradients"
 
 # As plain numbers: programs have tens of thousands of steps, and enumeration members are slow.
@@ -208,9 +203,11 @@ class _StepReplay:
         self.program = _add_transfers(program_for(shorten_repeating_schedule(layout), config, sequence))
         self.partition = Partition.of(self.program, config, self.table, sequence)
         self.units = self.partition.units_on(self.place["pp"])
-        self.flats = flats_of(self.table, layout, self.units)
+        flats = flats_of(self.table, layout, self.units)
+        self.flats_by_unit = {unit: [flat for flat in flats if flat.unit == unit] for unit in self.units}
+        self.reused = gradient_buffers(flats)
         sums = element_types(batch.dtype)["wide"]
-        self.states = list(list_states(self.flats, batch.dtype, sums, options.get("optimizer", "adamw")))
+        self.states = list(list_states(flats, batch.dtype, sums, options.get("optimizer", "adamw")))
         self.stages: dict[tuple[int, bool], StageSnapshots] = {}
         self._peaks: dict[tuple[object, ...], tuple[Snapshot, tuple[Reduction, ...]]] = {}
         self.split = any(kind == _INPUT_GRADIENT for _, kind, *_ in self._steps())
@@ -235,9 +232,7 @@ class _StepReplay:
     def _whole_step_items(self) -> Iterator[Allocation]:
         """Yield the tensors allocated during the whole step: model states, position tables, batch, cuBLAS workspaces
         ..."""
-        for state in self.states:
-            category = CATEGORY_OF_STATE[state.kind]
-            yield Allocation(category, state.name, (state.numel,), state.dtype, state.bytes)
+        yield from (state for _, state in self.states)
         if any(stage.layers for stage in self.partition.stages_on(self.place["pp"])):
             yield from position_tables(self.config, self.batch.sequence, self.batch.dtype)
         yield from self.teacher.list_tensors(self.place["pp"]) if self.teacher else ()
@@ -318,15 +313,14 @@ class _StepReplay:
         """Return the generator of memory snapshots of the stage with index `index`. at_once: True if each backward of
         the stage directly follows its forward."""
         if (index, at_once) not in self.stages:
-            stage = self.partition.stages[index]
-            kept, whole = (
-                saved_activations(each, stage, at_once=at_once, tp_rank=self.place["tp"], compiled=self.compiled)
-                for each in (self.batch, self.batch.recomputed)
-            )
-            flats = {unit: [flat for flat in self.flats if flat.unit == unit] for unit in self.units}
-            buffers = Buffers(self.partition.units(stage), flats, gradient_buffers(self.flats), self.table.tied)
+            batch, stage = self.batch, self.partition.stages[index]
+            options: dict[str, Any] = {"at_once": at_once, "tp_rank": self.place["tp"], "compiled": self.compiled}
+            kept = whole = saved_activations(batch, stage, **options)
+            if batch.layout.recompute != "none":
+                whole = saved_activations(batch.recomputed, stage, **options)
+            buffers = Buffers(self.partition.units(stage), self.flats_by_unit, self.reused, self.table.tied)
             self.stages[index, at_once] = StageSnapshots(
-                self.batch, stage, buffers, kept, whole, compiled=self.compiled, queues=self.split
+                batch, stage, buffers, kept, whole, compiled=self.compiled, queues=self.split
             )
         return self.stages[index, at_once]
 

@@ -48,16 +48,16 @@ def saves_gathered(layout: Layout, engine: Engine) -> bool:
     return layout.tp > 1 and layout.tensor_sequence_parallel and engine.name.startswith("torchtitan")
 
 
-def loss_bytes(batch: MicroBatch, itemsize: int, gathered: bool) -> Number:
-    """Return the bytes of a micro-batch's logits and of what the loss allocates for them. itemsize: bytes of an
-    element; gathered: True if the head saves its gathered input (`saves_gathered`). The loss over sharded logits also
-    holds their product with the exponential (torch/distributed/tensor/parallel/loss.py,
-    _nll_loss_and_log_softmax_backward)."""
+def loss_bytes(batch: MicroBatch) -> Number:
+    """Return the bytes of a micro-batch's logits and of what the loss allocates for them, with the head's gathered
+    input if it is saved (`saves_gathered`). The loss over sharded logits also holds their product with the exponential
+    (torch/distributed/tensor/parallel/loss.py, _nll_loss_and_log_softmax_backward)."""
     rows, columns, engine = batch.predictions, batch.vocabulary, batch.engine
     if engine.gathers_logits:
         rows = rows * batch.tp
-    input_bytes = batch.config.hidden * itemsize + 4 * columns if gathered else 0
-    return rows * (columns * (itemsize + engine.loss_holds) + input_bytes)
+    gathered = saves_gathered(batch.layout, engine)
+    input_bytes = batch.config.hidden * batch.itemsize + 4 * columns if gathered else 0
+    return rows * (columns * (batch.itemsize + engine.loss_holds) + input_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from meshwright.planner.cost.pipeline_times import communicated_zero_stage, plac
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.memory.activation_bytes import state_bytes_per_parameter
 from meshwright.planner.memory.ledger import CUDA_CONTEXT_BYTES, MEMORY_PARTS, Ledger, ledger
-from meshwright.planner.memory.published import loss_bytes, published_layer, saves_gathered
+from meshwright.planner.memory.published import loss_bytes, published_layer
 from meshwright.planner.memory.snapshot import Allocation
 from meshwright.planner.problem import Problem
 from meshwright.spec.stage_times import program_for
@@ -125,17 +125,16 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Alloc
     # Under a bidirectional schedule a micro-batch passes one of the rank's two stages.
     flying = float(waiting[:, pp_rank].max()) / (len(place) if layout.schedule in BIDIRECTIONAL_SCHEDULES else 1)
     again = 0.0
-    unrecomputed = replace(batch, layout=layout.with_(recompute="none"))
     for mixture, layers in Counter(config.has_experts(layer) for stage in place for layer in stage.layers).items():
         saved = published_layer(batch, mixture)
         for name, size in saved.items():
             yield Allocation(
                 "activations", f"{name} of {layers} layers x {flying:g}", bytes=round(size * x / 2 * layers * flying)
             )
-        again = max(again, sum(published_layer(unrecomputed, mixture).values()) - sum(saved.values()))
+        again = max(again, sum(published_layer(batch.recomputed, mixture).values()) - sum(saved.values()))
     logits = 0.0
     if config.head in ("next", "masked") and any(stage.last for stage in place):
-        logits = loss_bytes(batch, x, saves_gathered(layout, engine))
+        logits = loss_bytes(batch)
     # The loss has ended when a layer is recomputed, so the larger of the two counts.
     if again * x / 2 > logits:
         yield Allocation("activations", "a recomputed layer", bytes=round(again * x / 2))

@@ -1,14 +1,13 @@
-"""Memory snapshots of a pipeline stage, the tensors of which they consist, and the state in which a backward begins."""
+"""Memory snapshots of a pipeline stage, and the tensors of which they consist."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from meshwright.planner.cost.micro_batch import Number
-from meshwright.planner.memory.states import Flat
 
 
 class Allocation(NamedTuple):
@@ -69,40 +68,6 @@ class Sized(Protocol):
 def count_bytes(tensors: Iterable[Sized]) -> Number:
     """Return the total bytes of tensors or buffers."""
     return sum(each.bytes for each in tensors)
-
-
-class Reduction(NamedTuple):
-    """A gradient reduction in flight. flat: flat parameter buffer whose gradient is reduced; later: True for a
-    micro-batch after the first, so that the result is added to an earlier sum."""
-
-    flat: Flat
-    later: bool
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardState:
-    """State of a pipeline stage when a backward begins. later: True if the stage has already run a backward in this
-    step; last: True for its last backward of the step; before: gradient reductions in flight."""
-
-    later: bool
-    last: bool
-    before: tuple[Reduction, ...] = ()
-
-
-class Buffers(NamedTuple):
-    """Flat parameter buffers of a stage, in which ZeRO shards parameters.
-
-    Attributes:
-        units: FSDP units of the stage, each a layer, the embedding or the head.
-        flats: {unit: its flat parameter buffers}.
-        reused: {number of elements: number of buffers} of the unsharded gradient buffers that layers share.
-        tied: True if head and embedding share their weight.
-    """
-
-    units: Sequence[str]
-    flats: Mapping[str, Sequence[Flat]]
-    reused: Mapping[int, int]
-    tied: bool
 
 
 @dataclass(frozen=True)

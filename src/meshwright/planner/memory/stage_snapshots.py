@@ -21,10 +21,7 @@ from meshwright.planner.memory.compiled_blocks import (
 )
 from meshwright.planner.memory.snapshot import (
     Allocation,
-    BackwardState,
-    Buffers,
     NamedSnapshot,
-    Reduction,
     Snapshot,
     activation,
     count_bytes,
@@ -32,7 +29,7 @@ from meshwright.planner.memory.snapshot import (
     message,
     workspace,
 )  # fmt: skip
-from meshwright.planner.memory.states import Flat
+from meshwright.planner.memory.states import BackwardState, Buffers, Flat, Reduction
 from meshwright.spec.parameter_entries import REDUCTIONS_IN_FLIGHT
 from meshwright.spec.stages import LOOKED_UP, Stage
 
@@ -98,34 +95,30 @@ class StageSnapshots:
     def forward(self) -> Iterator[Snapshot]:
         """Yield the memory snapshots of the forward of one micro-batch."""
         for place, unit in enumerate(self.units):
-            found = [("", list(self._layer_forward(place)))]
-            if unit == "head":
-                found = list(temporaries.loss_pass(self.batch, self.saved, self.compiled, False).snapshots("loss"))
-            for what, extras in found:
-                tensors = *self._gathered(place, +1), *extras
-                yield self._snapshot(f"{unit}{what}: forward", place, tensors)
+            for name, extras in self._unit_forward(unit):
+                yield self._snapshot(f"{unit}{name}: forward", place, (*self._gathered(place, +1), *extras))
         if not self.stage.last:
             yield self._snapshot("end of forward", len(self.units), [message("output", self.stream)])
 
-    def _layer_forward(self, unit_index: int) -> Iterator[Allocation]:
-        """Yield the temporaries during the forward of the unit with index `unit_index`, a layer or an embedding."""
-        unit, at = self.units[unit_index], self.batch
-        if unit not in self._layer:
-            yield workspace(f"{unit} rows", at.all_tokens * at.config.hidden * at.itemsize)
+    def _unit_forward(self, unit: str) -> Iterator[NamedSnapshot]:
+        """Yield (snapshot name, temporaries) for the forward of a unit, such as "layers.3" or "embedding"."""
+        at = self.batch
+        if unit == "head":
+            yield from temporaries.loss_pass(at, self.saved, self.compiled, False).snapshots("loss")
+        elif unit not in self._layer:
+            yield "", [workspace(f"{unit} rows", at.all_tokens * at.config.hidden * at.itemsize)]
         elif self._compiled(unit) and not self._expert_parallel(unit):
-            yield from self._block(unit).forward.snapshot(unit)[1]
+            yield "", self._block(unit).forward.snapshot(unit)[1]
         else:
-            layer = self._layer[unit]
+            layer, whole = self._layer[unit], self._whole_of[unit]
             # While a weight is unpacked, what follows it is not saved yet.
-            following = sum(each.bytes for each in self._whole_of[unit] if ".mlp." in each.name)
-            sizes: dict[str, Number] = {
-                "being_computed": max(map(count_bytes, (self._whole_of[unit], self._saved_of[unit]))),
+            following = sum(each.bytes for each in whole if ".mlp." in each.name)
+            sizes = temporaries.adapter_sizes(at, layer) | {
+                "being_computed": max(map(count_bytes, (whole, self._saved_of[unit]))),
                 "unpacked": max(0, temporaries.count_unpacked_bytes(at, layer) - following),
-                "masks": temporaries.count_mask_bytes(at, layer),
             }
-            computed = temporaries.Pass(layer_dimensions(at, layer, sizes), prefix=f"{unit}.")
-            for _, extras in computed.snapshots("layer_forward"):
-                yield from extras
+            computed = temporaries.Pass(layer_dimensions(at, layer, sizes), whole, f"{unit}.")
+            yield from computed.snapshots("layer_forward")
 
     def backward(self, split: bool, state: BackwardState) -> Iterator[Snapshot]:
         """Yield the memory snapshots of one micro-batch's backward in order. split: True for a backward that computes
@@ -215,12 +208,9 @@ class StageSnapshots:
         "layers.3"; split: True if only input gradients are computed."""
         at, config, number, saved = self.batch, self.batch.config, self._layer[unit], self._whole_of[unit]
         kind = layer_kind(config, number)
-        sizes = {"split": int(split)}
+        sizes = temporaries.adapter_sizes(at, number) | {"split": int(split)}
         layer = temporaries.Pass(layer_dimensions(at, number, sizes, {"split": split}), saved, f"{unit}.")
         yield from layer.snapshots("mixture" if kind.mixed else "mlp")
-        if config.adapter and (config.adapter.dropout or config.adapter.packed) and not kind.mixed:
-            layer.dimensions.update(temporaries.adapter_sizes(at, number, layer.dimensions))
-            yield from layer.snapshots("adapted_mlp")
         yield from layer.snapshots("mlp_norm")
         around: list[Allocation] = []  # the MLP's tensors are freed by now, except operands of queued weight gradients
         if split:

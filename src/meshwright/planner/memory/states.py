@@ -1,18 +1,19 @@
 """Model states of a rank between steps: parameters, fp32 master weights, gradients and optimizer state, FSDP unit by
-unit, as `parallel/zero.py` lays them out. The sums are those of `ZeroEngine.memory` and of the optimizer's tensors,
-exactly."""
+unit, as `parallel/zero.py` lays them out, and the gradient reductions of these units. The sums are those of
+`ZeroEngine.memory` and of the optimizer's tensors, exactly."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import OPTIMIZERS, unknown
 from meshwright.planner.cost.micro_batch import ITEM_BYTES
+from meshwright.planner.memory.snapshot import Allocation
 from meshwright.spec.adapter_config import BLOCK, RECORD_BYTES, count_scale_bytes
 from meshwright.spec.parameter_entries import (
     AXES_OF,
@@ -27,6 +28,12 @@ STATE_KINDS: dict[str, tuple[str, ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq"), "sgd": (), "momentum": ("momentum",),
 }  # fmt: skip
 """Optimizer state tensors, each of the size and type of the master weights. "momentum": SGD with momentum."""
+CATEGORY_OF_STATE = {
+    "parameters": "parameters", "masters": "optimizer", "gradients": "gradients", "gradient_buffers": "gradients",
+    "optimizer": "optimizer", "buffers": "buffers",
+}  # fmt: skip
+"""Category in the ledger by kind of persistent tensor: "masters" are fp32 master weights, "gradient_buffers" unsharded
+gradients."""
 
 
 class Flat(NamedTuple):
@@ -72,17 +79,38 @@ class Flat(NamedTuple):
         return self.part in TRAINED_BUFFERS
 
 
-@dataclass(frozen=True, slots=True)
-class State:
-    """A persistent tensor of a rank. kind: "parameters", "masters" (fp32 master weights), "gradients",
-    "gradient_buffers" (unsharded gradients) or "optimizer"; name: label of the tensor; numel: number of elements;
-    dtype: torch's type name; bytes: size."""
+class Reduction(NamedTuple):
+    """A gradient reduction in flight. flat: flat parameter buffer whose gradient is reduced; later: True for a
+    micro-batch after the first, so that the result is added to an earlier sum."""
 
-    kind: str
-    name: str
-    numel: int
-    dtype: str
-    bytes: int
+    flat: Flat
+    later: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardState:
+    """State of a pipeline stage when a backward begins. later: True if the stage has already run a backward in this
+    step; last: True for its last backward of the step; before: gradient reductions in flight."""
+
+    later: bool
+    last: bool
+    before: tuple[Reduction, ...] = ()
+
+
+class Buffers(NamedTuple):
+    """Flat parameter buffers of a stage, in which ZeRO shards parameters.
+
+    Attributes:
+        units: FSDP units of the stage, each a layer, the embedding or the head.
+        flats: {unit: its flat parameter buffers}.
+        reused: {number of elements: number of buffers} of the unsharded gradient buffers that layers share.
+        tied: True if head and embedding share their weight.
+    """
+
+    units: Sequence[str]
+    flats: Mapping[str, Sequence[Flat]]
+    reused: Mapping[int, int]
+    tied: bool
 
 
 def optimizer_kinds(optimizer: str) -> tuple[str, ...]:
@@ -111,26 +139,32 @@ def flats_of(table: ParameterTable, layout: Layout, units: Sequence[str]) -> lis
     return found
 
 
-def list_states(flats: Sequence[Flat], parameter_dtype: str, master_dtype: str, optimizer: str) -> Iterator[State]:
-    """Yield the persistent tensors (parameters, master weights, gradients, optimizer state) of a rank after the first
-    step. flats: its flat parameter buffers; parameter_dtype, master_dtype: torch's type names; optimizer: such as
-    "adamw"."""
-    narrow, wide = ITEM_BYTES[parameter_dtype], ITEM_BYTES[master_dtype]
+def list_states(
+    flats: Sequence[Flat], parameter_dtype: str, master_dtype: str, optimizer: str
+) -> Iterator[tuple[str, Allocation]]:
+    """Yield (kind, tensor) for the persistent tensors of a rank after the first step; the kind is a key of
+    `CATEGORY_OF_STATE`. flats: its flat parameter buffers; parameter_dtype, master_dtype: torch's type names;
+    optimizer: such as "adamw"."""
+
+    def tensor(kind: str, name: str, numel: int, size: int | None = None, dtype: str = master_dtype) -> Any:
+        """Return the kind and a tensor of `numel` elements. size: its bytes; None: those of its type."""
+        size = numel * ITEM_BYTES[dtype] if size is None else size
+        return kind, Allocation(CATEGORY_OF_STATE[kind], name, (numel,), dtype, size)
+
     for flat in flats:
         here = flat.padded // (flat.shards if flat.zero == 3 else 1)
-        size = flat.held_bytes(here, narrow) + flat.scales
-        yield State("parameters", f"{flat.name}.parameters", here, flat.packed or parameter_dtype, size)
+        size = flat.held_bytes(here, ITEM_BYTES[parameter_dtype]) + flat.scales
+        yield tensor("parameters", f"{flat.name}.parameters", here, size, flat.packed or parameter_dtype)
         if not flat.trainable:
             continue
         if parameter_dtype != master_dtype:
-            yield State("masters", f"{flat.name}.master", flat.held, master_dtype, flat.held * wide)
-        summed = flat.padded // (flat.shards if flat.zero >= 2 else 1)
-        yield State("gradients", f"{flat.name}.gradient", summed, master_dtype, summed * wide)
+            yield tensor("masters", f"{flat.name}.master", flat.held)
+        yield tensor("gradients", f"{flat.name}.gradient", flat.padded // (flat.shards if flat.zero >= 2 else 1))
         for kind in optimizer_kinds(optimizer):
-            yield State("optimizer", f"{flat.name}.{kind}", flat.held, master_dtype, flat.held * wide)
-    for size, count in gradient_buffers(flats).items():
+            yield tensor("optimizer", f"{flat.name}.{kind}", flat.held)
+    for numel, count in gradient_buffers(flats).items():
         for number in range(count):
-            yield State("gradient_buffers", f"gradient_buffer.{number}", size, master_dtype, size * wide)
+            yield tensor("gradient_buffers", f"gradient_buffer.{number}", numel)
 
 
 def gradient_buffers(flats: Sequence[Flat]) -> dict[int, int]:

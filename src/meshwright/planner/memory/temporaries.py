@@ -127,22 +127,23 @@ MASK_BYTES = 12
 """Bytes of each element while the mask of an adapter's dropout is computed: three int32 numbers."""
 
 
-def count_mask_bytes(batch: MicroBatch, layer: int, name: str = "") -> int:
-    """Return the most bytes that the computation of one dropout mask of a layer's adapters takes. name: only adapted
-    products whose names begin with it."""
-    found = (one for each in layer_operators(batch, layer) for one in each.operations)
-    adapted = (one for one in found if one.name.startswith(name) and one.name.endswith(".adapter.a"))
-    sizes = (one.shape[0] * one.shape[2] * one.count for one in adapted if one.shape)
-    return int(MASK_BYTES * max(sizes, default=0))
-
-
-def adapter_sizes(batch: MicroBatch, layer: int, dimensions: Dimensions) -> dict[str, Number]:
-    """Return {dimension: value} of the sizes that the backward of a dense MLP needs in addition, with dropout masks of
-    adapters or dequantized weights. dimensions: all other dimensions of the layer."""
-    results = {"down": dimensions["rows tokens width x"], "up": dimensions["stream x"]}
-    found = {f"{name}_masks": count_mask_bytes(batch, layer, f"mlp.{name}") for name in results}
-    unpacked = {name: count_unpacked_bytes(batch, layer, f"mlp.{name}", result) for name, result in results.items()}
-    return found | {f"{name}_unpacked": size for name, size in unpacked.items()}
+def adapter_sizes(batch: MicroBatch, layer: int) -> dict[str, Number]:
+    """Return {dimension: bytes} of the temporaries of a layer's adapters: of the dropout masks of the products up and
+    down, in a dense MLP or in routed experts ("up_masks"), and the largest of the masks that the layer's forward adds
+    to all saved activations ("masks"); of a dense MLP, also of its dequantized weights ("up_unpacked")."""
+    if batch.config.adapter is None:
+        return {}
+    mixed = batch.config.has_experts(layer)
+    kernels = (one for each in layer_operators(batch, layer) for one in each.operations if one.phase == "forward")
+    adapted = (one for one in kernels if one.name.endswith(".adapter.a") and one.shape)
+    masks = {one.name: int(MASK_BYTES * one.shape[0] * one.shape[2] * one.count) for one in adapted if one.shape}
+    others = [size for name, size in masks.items() if ".experts." not in name]
+    mlp, sizes = "mlp.experts" if mixed else "mlp", layer_dimensions(batch, layer)
+    found: dict[str, Number] = {"masks": max(others, default=0)}
+    for name, result in (("down", "rows tokens width x"), ("up", "stream x")):
+        found[f"{name}_masks"] = masks.get(f"{mlp}.{name}.adapter.a", 0)
+        found[f"{name}_unpacked"] = 0 if mixed else count_unpacked_bytes(batch, layer, f"mlp.{name}", sizes[result])
+    return found
 
 
 # --- both ends of the model
