@@ -22,12 +22,12 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import RESULTS, machine, write_result
+from common import read_stored, write_result
 from load_faults import disconnects, kills
 from load_overload import overload, retries
 from load_programs import clients, lm_eval, schema
@@ -45,15 +45,6 @@ PARTS: dict[str, Part] = {
     "retries": retries,
     "overload": overload,
 }
-
-
-def read_others(name: str, parts: Sequence[str]) -> dict[str, Any]:
-    """The parts of the stored result that are not run now, if they are of this machine and these versions."""
-    path = RESULTS / f"{name}.json"
-    stored = json.loads(path.read_text()) if path.exists() else {}
-    if stored.get("machine") != machine():
-        return {}
-    return {part: found for part, found in stored["parts"].items() if part not in parts}
 
 
 def run_kills(options: argparse.Namespace) -> dict[str, Any]:
@@ -105,7 +96,7 @@ def main() -> None:
     parser.add_argument("--name", default="serving_load", help="name of the file in bench/results")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end the servers
-    result: dict[str, Any] = {"parts": read_others(options.name, options.parts)}
+    failed = []
     for name in options.parts:
         begun = time.monotonic()
         try:
@@ -113,10 +104,11 @@ def main() -> None:
         except (ContenderFailed, RequestFailed, OSError) as error:
             found = {"passed": False, "failure": str(error)}
         used = {"date": datetime.date.today().isoformat(), "model": options.model, "dtype": options.dtype}
-        result["parts"][name] = {**found, "seconds": round(time.monotonic() - begun, 1), **used}
-        print(name, json.dumps(result["parts"][name], indent=1), flush=True)
-        write_result(options.name, result, quiet=True)
-    failed = [name for name in options.parts if not result["parts"][name]["passed"]]
+        part = {**found, "seconds": round(time.monotonic() - begun, 1), **used}
+        print(name, json.dumps(part, indent=1), flush=True)
+        parts = read_stored(options.name).get("parts", {})  # now: another run may have written some meanwhile
+        write_result(options.name, {"parts": {**parts, name: part}}, quiet=True)
+        failed += [name] * (not part["passed"])
     if failed:
         raise SystemExit(f"did not pass: {', '.join(failed)}")
 
