@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import read_stored, write_result
+from common import machine, read_stored, write_result
 from load_faults import disconnects, kills
 from load_overload import overload, retries
 from load_programs import clients, lm_eval, schema
@@ -56,13 +56,17 @@ def run_kills(options: argparse.Namespace) -> dict[str, Any]:
     return {"layouts": found, "passed": all(each["passed"] for each in found.values())}
 
 
+def choose_dtype(part: str, options: argparse.Namespace) -> str:
+    """Return the dtype of the part's server; `meshwright evaluate`, to which lm-eval is compared, computes in fp32."""
+    return "fp32" if part == "lm-eval" else str(options.dtype)
+
+
 def run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run one part of the benchmark against its own server."""
     work = CACHE / "work" / "load"
     work.mkdir(parents=True, exist_ok=True)
     arguments = ["--queue-requests", "64", *(["--layout", options.layout] if options.layout else [])]
-    dtype = "fp32" if name == "lm-eval" else options.dtype  # as in `meshwright evaluate`
-    server = start_meshwright(options.model, dtype, work, *arguments)
+    server = start_meshwright(options.model, choose_dtype(name, options), work, *arguments)
 
     async def work_through() -> dict[str, Any]:
         client = Client(server.port)
@@ -103,8 +107,15 @@ def main() -> None:
             found = run_kills(options) if name == "kills" else run_part(name, options)
         except (ContenderFailed, RequestFailed, OSError) as error:
             found = {"passed": False, "failure": str(error)}
-        used = {"date": datetime.date.today().isoformat(), "model": options.model, "dtype": options.dtype}
-        part = {**found, "seconds": round(time.monotonic() - begun, 1), **used}
+        here = machine()
+        part = {
+            **found,
+            "seconds": round(time.monotonic() - begun, 1),
+            "date": datetime.date.today().isoformat(),
+            "model": options.model,
+            "dtype": choose_dtype(name, options),
+            "machine": ", ".join([here["cpu"], *here["flags"][-1:]]),
+        }
         print(name, json.dumps(part, indent=1), flush=True)
         parts = read_stored(options.name).get("parts", {})  # now: another run may have written some meanwhile
         write_result(options.name, {"parts": {**parts, name: part}}, quiet=True)
