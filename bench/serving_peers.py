@@ -303,8 +303,8 @@ def start_vllm(model: str, dtype: str, work: Path) -> Contender:
     # Without ahead-of-time compilation: its file cannot be loaded on a CPU ("no attribute 'finalize_loading'"), so that
     # each start would compile again. The other compiler's cache makes a second start half as long.
     starting = {"VLLM_ENGINE_READY_TIMEOUT_S": str(START_SECONDS), "VLLM_USE_AOT_COMPILE": "0"}
-    libraries = [next((PEERS / "vllm").rglob(name)) for name in ("libtcmalloc_minimal.so.4", "libiomp5.so")]
-    preloaded = {"LD_PRELOAD": ":".join(map(str, libraries))}  # "for best performance", as its log recommends
+    libraries = ("vllm/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4", "vllm/lib/libiomp5.so")
+    preloaded = {"LD_PRELOAD": ":".join(str(PEERS / path) for path in libraries)}  # as its log recommends
     server = Server(
         "vllm", command, port, work / "vllm.log", VLLM_CPU_KVCACHE_SPACE="2", **starting, **binding, **preloaded
     )
