@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
 import sysconfig
 import tempfile
@@ -25,7 +24,7 @@ from unittest.mock import patch
 
 import torch
 
-from common import RESULTS, machine, write_result
+from common import read_stored, write_result
 from meshwright.comm.mesh import Mesh
 from meshwright.data import prepare
 from meshwright.layout import Layout
@@ -182,13 +181,6 @@ def runs(sizes: list[str], seeds: int, faulty_seeds: int, faults: list[str]) -> 
                         yield {"size": size, "seed": seed, "fault": fault, "float32_loss": round(right[1], 4), **found}
 
 
-def read_others(sizes: list[str]) -> list[dict[str, Any]]:
-    """The stored runs of other sizes than `sizes`, if they are of this machine and these versions."""
-    path = RESULTS / "bf16_loss.json"
-    stored = json.loads(path.read_text()) if path.exists() else {}
-    return [run for run in stored["runs"] if run["size"] not in sizes] if stored.get("machine") == machine() else []
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=6)
@@ -197,7 +189,7 @@ def main() -> None:
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    found = read_others(arguments.sizes)
+    found = [run for run in read_stored("bf16_loss").get("runs", []) if run["size"] not in arguments.sizes]
     for run in runs(arguments.sizes, arguments.seeds, arguments.faulty_seeds, arguments.faults):
         print(run, flush=True)
         found.append(run)

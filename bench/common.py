@@ -156,6 +156,14 @@ def busy_core_seconds() -> float:
     return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
 
 
+def read_stored(name: str) -> dict[str, Any]:
+    """Return the document `bench/results/NAME.json`, of which a later run keeps parts; empty if there is none of this
+    machine and these versions."""
+    path = RESULTS / f"{name}.json"
+    stored: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return stored if stored.get("machine") == machine() else {}
+
+
 def write_result(name: str, result: dict[str, Any], quiet: bool = False) -> None:
     """Write `bench/results/NAME.json` and print it, unless `quiet`."""
     RESULTS.mkdir(exist_ok=True)

@@ -9,15 +9,20 @@ memory's read stream, the cost of HTTP, seconds until ready with a pool of 4 GiB
 and among others. The read stream is measured before and after each decode of a single request, over as many bytes as
 the weights and with as many threads; a share above 1 is an invalid measurement, which is repeated. So is a turn, with
 other prompts, during which other processes took more than `MOST_OTHERS` of the processors' time; that share of each
-turn is recorded. A contender that fails is recorded with the end of its output, and the race goes on.
+turn is recorded. A contender that fails is recorded with the end of its output, and the race goes on. A race is one
+model and dtype; the result keeps races that are not run again, each with its date, if they are of the same machine and
+versions, so that they can be run one by one.
 
     python bench/serving_peers.py                     # installs the peers, once
     python bench/serving.py --minutes 20              # writes bench/results/serving.json
+    python bench/serving.py --dtypes bf16 --minutes 8 # the same in two parts
+    python bench/serving.py --dtypes fp32 --minutes 8
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import signal
@@ -30,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import machine, paired_ratio, write_result
+from common import machine, paired_ratio, read_stored, write_result
 from serving_client import Wave
 from serving_models import CACHE, SHAPES, model_directory, random_prompts, weights_read_per_token
 from serving_peers import (
@@ -142,6 +147,14 @@ def race_model(model: str, dtype: str, options: argparse.Namespace, deadline: fl
     return found
 
 
+def store_race(name: str, model: str, dtype: str, found: dict[str, Any]) -> None:
+    """Write a race into the result `name`, which keeps those of other models and dtypes."""
+    models = read_stored(name).get("models", {})
+    models.setdefault(model, {})[dtype] = found
+    settings = {"threads": THREADS, "prompt_tokens": TOKENS, "output_tokens": TOKENS}
+    write_result(name, {**settings, "models": models}, quiet=True)
+
+
 def names(text: str, known: Sequence[str]) -> list[str]:
     found = [name for name in text.split(",") if name]
     unknown = set(found) - set(known)
@@ -164,16 +177,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end the contenders
     prioritise_session(os.getpid(), NICE)
     begun, races = time.monotonic(), [(model, dtype) for model in options.models for dtype in options.dtypes]
-    result: dict[str, Any] = {
-        "threads": THREADS,
-        "nice": NICE,
-        "prompt_tokens": TOKENS,
-        "output_tokens": TOKENS,
-        "read_stream_gib_gb_per_second": round(ReadStream(1 << 30).measure() / 1e9, 2),
-        "models": {},
-    }
+    stream = round(ReadStream(1 << 30).measure() / 1e9, 2)
     for index, (model, dtype) in enumerate(races):
         model_directory(model)
+        start = time.monotonic()
         deadline = begun + 60 * options.minutes * (index + 1) / len(races)
         print(f"{model}, {dtype}", flush=True)
         try:
@@ -181,10 +188,11 @@ def main() -> None:
         except Exception:  # continue with the other comparisons
             found = {"failure": traceback.format_exc()}
             print(found["failure"], flush=True)
-        result["models"].setdefault(model, {})[dtype] = found
-        result["minutes"] = round((time.monotonic() - begun) / 60, 1)
-        write_result(options.name, result, quiet=True)
-    print(json.dumps(result, indent=1))
+        minutes = round((time.monotonic() - start) / 60, 1)
+        run = {"date": datetime.date.today().isoformat(), "minutes": minutes, "nice": NICE}
+        found = {**run, "read_stream_gib_gb_per_second": stream, **found}
+        store_race(options.name, model, dtype, found)
+        print(json.dumps(found, indent=1), flush=True)
 
 
 if __name__ == "__main__":

@@ -22,12 +22,12 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import RESULTS, machine, write_result
+from common import machine, read_stored, write_result
 from load_faults import disconnects, kills
 from load_overload import overload, retries
 from load_programs import clients, lm_eval, schema
@@ -47,15 +47,6 @@ PARTS: dict[str, Part] = {
 }
 
 
-def read_others(name: str, parts: Sequence[str]) -> dict[str, Any]:
-    """The parts of the stored result that are not run now, if they are of this machine and these versions."""
-    path = RESULTS / f"{name}.json"
-    stored = json.loads(path.read_text()) if path.exists() else {}
-    if stored.get("machine") != machine():
-        return {}
-    return {part: found for part, found in stored["parts"].items() if part not in parts}
-
-
 def run_kills(options: argparse.Namespace) -> dict[str, Any]:
     """Run `kills` against a server of each layout."""
     found = {}
@@ -65,13 +56,17 @@ def run_kills(options: argparse.Namespace) -> dict[str, Any]:
     return {"layouts": found, "passed": all(each["passed"] for each in found.values())}
 
 
+def choose_dtype(part: str, options: argparse.Namespace) -> str:
+    """Return the dtype of the part's server; `meshwright evaluate`, to which lm-eval is compared, computes in fp32."""
+    return "fp32" if part == "lm-eval" else str(options.dtype)
+
+
 def run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run one part of the benchmark against its own server."""
     work = CACHE / "work" / "load"
     work.mkdir(parents=True, exist_ok=True)
     arguments = ["--queue-requests", "64", *(["--layout", options.layout] if options.layout else [])]
-    dtype = "fp32" if name == "lm-eval" else options.dtype  # as in `meshwright evaluate`
-    server = start_meshwright(options.model, dtype, work, *arguments)
+    server = start_meshwright(options.model, choose_dtype(name, options), work, *arguments)
 
     async def work_through() -> dict[str, Any]:
         client = Client(server.port)
@@ -105,18 +100,26 @@ def main() -> None:
     parser.add_argument("--name", default="serving_load", help="name of the file in bench/results")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end the servers
-    result: dict[str, Any] = {"parts": read_others(options.name, options.parts)}
+    failed = []
     for name in options.parts:
         begun = time.monotonic()
         try:
             found = run_kills(options) if name == "kills" else run_part(name, options)
         except (ContenderFailed, RequestFailed, OSError) as error:
             found = {"passed": False, "failure": str(error)}
-        used = {"date": datetime.date.today().isoformat(), "model": options.model, "dtype": options.dtype}
-        result["parts"][name] = {**found, "seconds": round(time.monotonic() - begun, 1), **used}
-        print(name, json.dumps(result["parts"][name], indent=1), flush=True)
-        write_result(options.name, result, quiet=True)
-    failed = [name for name in options.parts if not result["parts"][name]["passed"]]
+        here = machine()
+        part = {
+            **found,
+            "seconds": round(time.monotonic() - begun, 1),
+            "date": datetime.date.today().isoformat(),
+            "model": options.model,
+            "dtype": choose_dtype(name, options),
+            "machine": ", ".join([here["cpu"], *here["flags"][-1:]]),
+        }
+        print(name, json.dumps(part, indent=1), flush=True)
+        parts = read_stored(options.name).get("parts", {})  # now: another run may have written some meanwhile
+        write_result(options.name, {"parts": {**parts, name: part}}, quiet=True)
+        failed += [name] * (not part["passed"])
     if failed:
         raise SystemExit(f"did not pass: {', '.join(failed)}")
 

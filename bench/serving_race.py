@@ -160,7 +160,10 @@ class Race:
                 **({"instruction_set": contender.instruction_set} if name in OURS else {}),
                 "version": installed_version(name),
                 "command": describe_command(" ".join(contender.command)),
-                "settings": contender.settings,
+                "settings": {
+                    name: describe_command(value) if isinstance(value, str) else value
+                    for name, value in contender.settings.items()
+                },
                 "ready_seconds": round(contender.ready_seconds, 2),
                 "resident_mib": contender.resident_bytes() >> 20,
             },

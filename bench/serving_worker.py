@@ -76,11 +76,10 @@ def transformers(options: argparse.Namespace) -> tuple[Callable[[Tokens, int], E
     config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=128)
     settings: dict[str, Any] = {"page_size": 32, "num_blocks": 320, "max_batch_tokens": 256}
     settings |= {"max_requests_per_batch": 32, "allow_block_sharing": False}  # no prefix cache
-    with torch.inference_mode():  # of its thread, too
-        manager = model.init_continuous_batching(
-            generation_config=config, continuous_batching_config=ContinuousBatchingConfig(**settings)
-        )
-        manager.start()
+    manager = model.init_continuous_batching(
+        generation_config=config, continuous_batching_config=ContinuousBatchingConfig(**settings)
+    )
+    manager.start()
     turns = iter(range(1 << 30))
 
     def generate(prompts: Tokens, tokens: int) -> Events:

@@ -17,7 +17,7 @@ import sys
 import time
 from typing import Any
 
-from common import RESULTS, busy_core_seconds, machine, write_result
+from common import busy_core_seconds, read_stored, write_result
 
 LAYOUTS = (
     *("dp2", "dp2 zero3", "tp2", "cp2", "pp2:zb-v mb4", "dp2 ep2"),
@@ -52,20 +52,13 @@ def measure_run(layout: str, mode: str) -> dict[str, Any]:
     return run
 
 
-def read_done() -> list[dict[str, Any]]:
-    """Return the runs of the stored result, if they are of this machine and these versions."""
-    path = RESULTS / "verify_time.json"
-    stored = json.loads(path.read_text()) if path.exists() else {}
-    return stored["runs"] if stored.get("machine") == machine() else []
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=list(LIMITS), help="default: both")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help="default: 13 of 2 to 8 ranks; in mode mutate 3")
     options = parser.parse_args()
-    done = {(run["layout"], run["mode"]): run for run in read_done()}
+    done = {(run["layout"], run["mode"]): run for run in read_stored("verify_time").get("runs", [])}
     wanted = [
         (layout, mode)
         for mode in ([options.mode] if options.mode else LIMITS)

@@ -1,8 +1,9 @@
-"""bench/serving.py: what it records about Meshwright's own contenders."""
+"""bench/serving.py and bench/serving_load.py: what they record, and which results they keep."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -136,6 +137,60 @@ def test_contenders_that_do_not_fit_together_run_one_at_a_time(
         32: {"engine": 2, "vllm": 0},
     }
     assert race.failures == {"vllm": ["~/.cache/meshwright-bench/vllm ended"]}
+
+
+def test_a_race_is_stored_beside_those_of_the_same_machine(
+    bench: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    serving, common = importlib.import_module("serving"), importlib.import_module("common")
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    for cpu, model, dtype, value in (
+        ("a", "other", "bf16", 1), ("b", "small", "bf16", 2), ("b", "small", "fp32", 3), ("b", "large", "bf16", 4),
+        ("b", "small", "bf16", 5),
+    ):  # fmt: skip
+        monkeypatch.setattr(common, "machine", lambda cpu=cpu: {"cpu": cpu})
+        serving.store_race("race", model, dtype, {"value": value})
+    stored = json.loads((tmp_path / "race.json").read_text())
+    assert stored["machine"] == {"cpu": "b"}
+    assert stored["models"] == {
+        "small": {"bf16": {"value": 5}, "fp32": {"value": 3}},
+        "large": {"bf16": {"value": 4}},
+    }
+
+
+def test_parts_of_the_load_test_that_others_write_meanwhile_are_kept(
+    bench: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    load, common = importlib.import_module("serving_load"), importlib.import_module("common")
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+
+    def run_part(name: str, options: Any) -> dict[str, Any]:
+        common.write_result("load", {"parts": {"schema": {"passed": False}, "retries": {"passed": False}}}, quiet=True)
+        return {"passed": True}
+
+    monkeypatch.setattr(load, "run_part", run_part)
+    monkeypatch.setattr(sys, "argv", ["serving_load.py", "--parts", "schema", "--name", "load"])
+    load.main()
+    parts = json.loads((tmp_path / "load.json").read_text())["parts"]
+    assert {name: part["passed"] for name, part in parts.items()} == {"schema": True, "retries": False}
+    assert set(parts["schema"]) == {"passed", "seconds", "date", "model", "dtype", "machine"}
+
+
+def test_settings_of_a_contender_are_recorded_without_paths_of_the_machine(
+    bench: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    serving, _ = bench
+    monkeypatch.setattr(serving, "CACHE", tmp_path)
+    monkeypatch.setattr(serving, "installed_version", lambda name: "1")
+    contender = SimpleNamespace(
+        precision="bf16", command=["x"], settings={"LD_PRELOAD": f"{tmp_path}/a.so:{tmp_path}/b.so", "blocks": 32},
+        ready_seconds=1.0, resident_bytes=lambda: 0, generate=lambda *_: None,
+    )  # fmt: skip
+    monkeypatch.setattr(serving, "STARTS", {"vllm": lambda *_: contender})
+    race = serving.Race("m", "bf16", ["vllm"], restart=False)
+    race._start("vllm")
+    cache = "~/.cache/meshwright-bench"
+    assert race.about["vllm"]["settings"] == {"LD_PRELOAD": f"{cache}/a.so:{cache}/b.so", "blocks": 32}
 
 
 def test_load_of_other_processes_leaves_out_the_own_ones(bench: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch):
