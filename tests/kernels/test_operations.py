@@ -148,18 +148,19 @@ def test_gate_multiplies_rows_by_a_sigmoid(kernels: Kernels):
     assert relative_error(total, exact) < 1e-6
 
 
-@pytest.mark.parametrize("heads", [1, 3, 40])
-def test_linear_multiplies_each_head_by_its_own_matrix(kernels: Kernels, heads: int):
-    weight, x = draw_floats(0, heads, 21, 12), draw_floats(2, ROWS, 13 * heads)
+@pytest.mark.parametrize(("heads", "dtype"), [(1, "float32"), (3, "bfloat16"), (40, "float32")])
+def test_linear_multiplies_each_head_by_its_own_matrix(kernels: Kernels, heads: int, dtype: str):
+    drawn = draw_floats(0, heads, 21, 12), draw_floats(2, ROWS, 13 * heads)
+    weight, x = (torch.from_numpy(each).bfloat16().float().numpy() for each in drawn)
     out, bias = draw_floats(3, ROWS, 24 * heads), draw_floats(4, heads, 21)
     before = out.copy().reshape(ROWS, heads, 24)
-    run(kernels, Linear(out, x, kernels.pack(weight, "float32"), bias, steps=(24, 13)))
+    run(kernels, Linear(out, x, kernels.pack(weight, dtype), bias, steps=(24, 13)))
     exact = torch.einsum("thk,hnk->thn", wide(x.reshape(ROWS, heads, 13)[..., :12]), wide(weight)) + wide(bias)
     found = out.reshape(ROWS, heads, 24)
     assert relative_error(found[..., :21], exact) < 1e-6
     assert np.array_equal(found[..., 21:], before[..., 21:])
     alone = np.empty((1, 24 * heads), np.float32)
-    run(kernels, Linear(alone, x[2:3], kernels.pack(weight, "float32"), bias, steps=(24, 13)), batch=one_sequence(1))
+    run(kernels, Linear(alone, x[2:3], kernels.pack(weight, dtype), bias, steps=(24, 13)), batch=one_sequence(1))
     assert np.array_equal(alone.reshape(heads, 24)[:, :21], found[2, :, :21])
 
 
