@@ -3,12 +3,13 @@ them, on a model directory such as SmolLM-135M's shape (`bench/serving_models.py
 
     python bench/decode_share.py DIRECTORY [--seconds 40] [--threads 2] [--context 192] [--dtype bfloat16]
 
-The list of operations of a step is cut into segments of three layers; in each round all are timed, then plain reads of
-as many bytes as the weights of each. The share is the sum of the least read times over the sum of the least segment
-times: other processes on the machine interrupt a whole step often and a segment rarely, so that the minima of many
-short rounds stay comparable there. The plain reads are of huge pages, as the weights are: of small pages torch reads up
-to 40 % slower. Outside the kernels is the least time of an engine's step, over its rounds, that is not spent in the
-compiled library: scheduling, the call, sampling and recording, with the caches as a step over all weights leaves them.
+The list of operations of a step is cut into segments of three layers; in each round all are timed, inside the compiled
+library, then plain reads of as many bytes as the weights of each. The share is the sum of the least read times over the
+sum of the least segment times: other processes on the machine interrupt a whole step often and a segment rarely, so
+that the minima of many short rounds stay comparable there. The plain reads are of huge pages, as the weights are: of
+small pages torch reads up to 40 % slower. Outside the kernels is the least time of an engine's step, over its rounds,
+that is not spent in the compiled library: scheduling, the call, sampling and recording, with the caches as a step over
+all weights leaves them.
 Writes bench/results/decode_share.json.
 """
 
@@ -51,21 +52,30 @@ def time_once(function: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def measure_outside(engine: Engine, kernels: Kernels, steps: int) -> list[float]:
-    """Return the seconds of each of several decode steps that are not spent in the compiled library."""
-    execute, inside, found = kernels._library.kernels_run, [0.0], list[float]()
+def time_library(kernels: Kernels) -> list[float]:
+    """Return a list with one number, the seconds spent in the compiled library, to which every later call adds."""
+    execute, inside = kernels._library.kernels_run, [0.0]
 
     def run(*arguments: Any) -> None:
         inside[0] += time_once(lambda: execute(*arguments))
 
     kernels._library = type("Timed", (), {"kernels_run": staticmethod(run)})()
+    return inside
+
+
+def measure_outside(engine: Engine, inside: list[float], steps: int) -> list[float]:
+    """Return the seconds of each of several decode steps that are not spent in the compiled library. inside: from
+    `time_library`."""
+    found = list[float]()
     for _ in range(steps):
         inside[0] = 0.0
         found.append(time_once(engine.step) - inside[0])
     return found
 
 
-def measure_segments(runner: NativeRunner, batch: Any, kernels: Kernels, seconds: float) -> dict[str, Any]:
+def measure_segments(
+    runner: NativeRunner, batch: Any, kernels: Kernels, inside: list[float], seconds: float
+) -> dict[str, Any]:
     """Return the sums of the least times of segments of the step `batch`, and of plain reads of as many bytes."""
     held = runner._ops._held
     per_layer = next(n for n in range(1, len(held)) if (len(held) - 1) // n == runner.config.layers)
@@ -86,7 +96,9 @@ def measure_segments(runner: NativeRunner, batch: Any, kernels: Kernels, seconds
         time.sleep(0.02)  # torch's threads no longer spin
         for name, functions in (("kernels", runs), ("read", reads)):
             for number, function in enumerate(functions):
-                least[name][number] = min(least[name][number], time_once(function))
+                inside[0] = 0.0
+                whole = time_once(function)
+                least[name][number] = min(least[name][number], inside[0] if name == "kernels" else whole)
     read, ours = sum(least["read"]), sum(least["kernels"])
     size = sum(buffer.nbytes for buffer in buffers)
     return {
@@ -120,9 +132,10 @@ def main() -> None:
         engine.step()
     batch = engine.scheduler.schedule()
     assert batch is not None
-    figures = measure_segments(runner, batch, kernels, arguments.seconds)
+    inside = time_library(kernels)
+    figures = measure_segments(runner, batch, kernels, inside, arguments.seconds)
     engine.scheduler.record_results(batch, sample_batch(batch, runner.run(batch)))
-    outside = measure_outside(engine, kernels, 200)
+    outside = measure_outside(engine, inside, 200)
     figures["outside_ms"] = round(1e3 * min(outside), 3)
     figures["outside_ms_median"] = round(1e3 * statistics.median(outside), 3)
     figures["outside_share"] = round(figures["outside_ms"] / (figures["outside_ms"] + figures["kernels_ms"]), 4)

@@ -82,12 +82,20 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def activate(kernels: Kernels, x: np.ndarray, activation: Activation) -> np.ndarray:
+    """The activation of the product of x and the identity; of a gated one, gate comes before up in x."""
+    width = x.shape[1] // (1 + activation.gated)
+    order, out = find_gate_order(width) if activation.gated else None, np.empty((len(x), width), np.float32)
+    identity = kernels.pack(np.eye(x.shape[1], dtype=np.float32), "float32", order)
+    run(kernels, Linear(out, x, identity, activation=activation), batch=one_sequence(len(x)))
+    return out
+
+
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_activations_equal_float64(kernels: Kernels, kind: str):
     gate = np.linspace(-12, 12, 1003, dtype=np.float32)
     x = np.concatenate([gate, draw_floats(0, 1003)])[None].repeat(ROWS, 0)
-    gated, plain = np.empty((ROWS, 1003), np.float32), np.empty((ROWS, 2006), np.float32)
-    run(kernels, Activation(gated, x, kind, True), Activation(plain, x, kind, False))
+    gated, plain = (activate(kernels, x, Activation(kind, each)) for each in (True, False))
     exact = ACTIVATIONS[kind](wide(x))
     tolerance = (6e-6 if kind.startswith("gelu") else 3e-7) * exact.abs() + 1e-9  # gelu's: far out, where it is small
     assert bool((wide(plain) - exact).abs().le(tolerance).all())
@@ -95,8 +103,8 @@ def test_activations_equal_float64(kernels: Kernels, kind: str):
 
 
 def test_clamped_activation_equals_the_model_function(kernels: Kernels):
-    x, out = 9 * draw_floats(0, ROWS, 74), np.empty((ROWS, 37), np.float32)
-    run(kernels, Activation(out, x, "silu", True, limit=7.0, alpha=1.702))
+    x = 9 * draw_floats(0, ROWS, 74)
+    out = activate(kernels, x, Activation("silu", True, limit=7.0, alpha=1.702))
     exact = ClampedSwiGLU.apply(wide(x), 7.0, 1.702, False)
     assert (wide(x) > 7).any() and (wide(x) < -7).any()
     assert relative_error(out, exact) < 1e-6
@@ -105,8 +113,7 @@ def test_clamped_activation_equals_the_model_function(kernels: Kernels):
 def test_activations_have_the_right_limits(kernels: Kernels):
     x = np.array([[-1e30, -100, -0.0, 0, 100, 1e30]], np.float32)
     for kind in ACTIVATIONS:
-        out = np.empty_like(x)
-        run(kernels, Activation(out, x, kind, False), batch=one_sequence(1))
+        out = activate(kernels, x, Activation(kind, False))
         assert (abs(out[0, :4]) < 1e-8).all() and (out[0, 4:] > 99).all(), (kind, out)
 
 
@@ -141,18 +148,19 @@ def test_gate_multiplies_rows_by_a_sigmoid(kernels: Kernels):
     assert relative_error(total, exact) < 1e-6
 
 
-@pytest.mark.parametrize("heads", [1, 3, 40])
-def test_linear_multiplies_each_head_by_its_own_matrix(kernels: Kernels, heads: int):
-    weight, x = draw_floats(0, heads, 21, 12), draw_floats(2, ROWS, 13 * heads)
+@pytest.mark.parametrize(("heads", "dtype"), [(1, "float32"), (3, "bfloat16"), (40, "float32")])
+def test_linear_multiplies_each_head_by_its_own_matrix(kernels: Kernels, heads: int, dtype: str):
+    drawn = draw_floats(0, heads, 21, 12), draw_floats(2, ROWS, 13 * heads)
+    weight, x = (torch.from_numpy(each).bfloat16().float().numpy() for each in drawn)
     out, bias = draw_floats(3, ROWS, 24 * heads), draw_floats(4, heads, 21)
     before = out.copy().reshape(ROWS, heads, 24)
-    run(kernels, Linear(out, x, kernels.pack(weight, "float32"), bias, steps=(24, 13)))
+    run(kernels, Linear(out, x, kernels.pack(weight, dtype), bias, steps=(24, 13)))
     exact = torch.einsum("thk,hnk->thn", wide(x.reshape(ROWS, heads, 13)[..., :12]), wide(weight)) + wide(bias)
     found = out.reshape(ROWS, heads, 24)
     assert relative_error(found[..., :21], exact) < 1e-6
     assert np.array_equal(found[..., 21:], before[..., 21:])
     alone = np.empty((1, 24 * heads), np.float32)
-    run(kernels, Linear(alone, x[2:3], kernels.pack(weight, "float32"), bias, steps=(24, 13)), batch=one_sequence(1))
+    run(kernels, Linear(alone, x[2:3], kernels.pack(weight, dtype), bias, steps=(24, 13)), batch=one_sequence(1))
     assert np.array_equal(alone.reshape(heads, 24)[:, :21], found[2, :, :21])
 
 
@@ -211,10 +219,10 @@ def mixture_op(
     config, numpy = mixture.router.config, lambda tensor: tensor.detach().numpy()
     biases = (None, None, None)
     up = numpy(mixture.experts.up.weight).reshape(config.experts, -1, config.hidden)
-    order = find_gate_order(up.shape[1]) if config.experts_interleaved else None
+    order = find_gate_order(up.shape[1] // 2, config.experts_interleaved)
     if config.mlp_bias:
         up_bias = numpy(mixture.experts.up.bias).reshape(config.experts, -1)
-        up_bias = up_bias if order is None else np.take(up_bias, order, axis=1)
+        up_bias = np.take(up_bias, order, axis=1)
         biases = numpy(mixture.router.bias), up_bias, numpy(mixture.experts.down.bias)
     down = numpy(mixture.experts.down.weight).reshape(config.experts, config.hidden, -1)
     return Experts(
@@ -227,7 +235,7 @@ def mixture_op(
             len(x), config.experts, config.experts_per_token, config.hidden, config.expert_intermediate
         ),
         top_k=config.experts_per_token,
-        activation=(config.activation, config.swiglu_limit or 0.0, config.swiglu_alpha),
+        activation=Activation(config.activation, True, config.swiglu_limit or 0.0, config.swiglu_alpha),
         router_kind="logits" if config.routed_input else config.router,
         biases=biases,
         choice_bias=numpy(mixture.router.bias) if config.router_bias else None,
@@ -291,7 +299,7 @@ def test_segments_run_in_order_for_any_thread_count(kernels: Kernels):
         a, b = np.zeros_like(x), np.zeros_like(x)
         operations = kernels.create_op_list()
         operations.append(Linear(a, x, packed))
-        middle = operations.append(Activation(b, a, "silu", False))
+        middle = operations.append(Scale(b, a, 0.5))
         operations.append(Linear(a, b, packed, accumulate=True))
         for _ in range(200):
             operations.run(one_sequence(ROWS), 0, middle)
@@ -315,7 +323,7 @@ def test_buffers_of_a_wrong_shape_or_type_are_refused(kernels: Kernels):
         Linear(np.zeros((4, 6), np.float32), x, packed, bias=np.zeros(5, np.float32)),
         Norm(x, x, np.zeros(7, np.float32)),
         Linear(x, x, kernels.pack(draw_floats(1, 2, 4, 8), "float32"), steps=(4, 1)),
-        Activation(x, x, "silu", True),
+        Linear(np.zeros((4, 6), np.float32), x, packed, activation=Activation("silu", True)),
     ]:
         with pytest.raises(ValueError, match=r"rows|expected"):
             operations.append(op)

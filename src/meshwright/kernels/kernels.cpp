@@ -69,33 +69,6 @@ template <class W> static void rope_store(const Op& op, const Step& step, long t
     }
 }
 
-INLINE bool is_held(const Routing& r, long a) { return r.experts[a] >= r.first && r.experts[a] < r.first + r.held; }
-
-static Vec activate(const Vec& x, int kind, float alpha) {
-    const Vec positive = maximum(x, broadcast(0.0f));
-    if (kind == SILU) return x * sigmoid(x * broadcast(alpha));
-    if (kind == GELU) return gelu(x);
-    if (kind == GELU_TANH) return gelu_tanh(x);
-    return kind == RELU ? positive : positive * positive;
-}
-
-constexpr long ACTIVATION_CHUNK = 256;  // values of a work item
-
-// activation(gate) * up, of which gate is cut at `softcap` and up at ± `softcap`, then 1 added to it, if that is not 0.
-// Llama 4's experts: `weight` is the factor of each assignment's input, here of its products.
-static void activation(const Op& op, long t, long begin) {
-    if (op.rows == ASSIGNMENTS && !is_held(op.routing, t)) return;  // those to experts of other ranks have no input
-    const float* x = op.in + t * op.in_stride;
-    float* out = op.out + t * op.out_stride;
-    const Vec factor = broadcast(op.weight ? op.weight[t] : 1.0f), limit = broadcast(op.softcap), one = broadcast(1.0f);
-    for (long i = begin; i < std::min(op.size, begin + ACTIVATION_CHUNK); i += LANES) {
-        Vec gate = load(x + i, op.size - i) * factor, up = op.gated ? load(x + op.size + i, op.size - i) * factor : one;
-        if (op.softcap != 0)
-            gate = minimum(limit, gate), up = maximum(broadcast(-op.softcap), minimum(limit, up)) + one;
-        store(out + i, activate(gate, op.mode, op.scale) * up, op.size - i);
-    }
-}
-
 // scale * x, capped if `softcap` is not 0; a gate's `weight` has the factor of each token before a sigmoid.
 static void scale_row(const Op& op, long t, const float* in, float* out) {
     const Vec factor = op.weight ? sigmoid(broadcast(op.weight[t])) : broadcast(op.scale);
@@ -152,6 +125,8 @@ static void group_assignments(const Op& op, const Step& step) {
     }
 }
 
+INLINE bool is_held(const Routing& r, long a) { return r.experts[a] >= r.first && r.experts[a] < r.first + r.held; }
+
 static void combine(const Op& op, long t, float* out) {
     const Routing& r = op.routing;
     for (long i = 0; i < op.size; i += LANES) {
@@ -168,12 +143,12 @@ static void combine(const Op& op, long t, float* out) {
 struct Run {
     const Op* ops; long count; const Step* step; long threads;
     std::vector<float> partials;  // results of spans that several threads compute
-    std::vector<Pairs> rounded;  // the rows of the current product: [rows + 31][rounded_stride / 32][32]
+    std::vector<Pairs> rounded;  // the rows of the current product: [inputs + 31][rounded_stride / 32][32]
     std::vector<QueryTile> tiles{};
     long spans = 1, tile_tokens = 1;  // most of any tile
     long parts = 1, floats = 0;  // of the current attention: items of a tile and head; floats of a span's results
     std::vector<long> done{}, ends{};  // parts of each tile and head; items up to the end of each matrix
-    bool rounds = false;  // the current product's rows are being rounded
+    long rows = 0;  // that are rounded for a matrix of a product
 };
 
 static void find_tiles(Run& run) {
@@ -186,25 +161,19 @@ static void find_tiles(Run& run) {
         }
 }
 
-static long count_rows(const Op& op, const Step& step) {
-    return op.rows == OUTPUTS ? step.outputs : step.token_count * (op.rows == ASSIGNMENTS ? op.routing.top_k : 1);
+// Rounded rows of the current product with matrix `index`: all rows, then the next matrix's if they differ.
+static bfloat16* rounded_rows(const Op& op, Run& run, long index) {
+    return (bfloat16*)run.rounded.data() + (op.in_step ? index * run.rows : 0) * rounded_stride(op.matrix.k);
 }
 
-// Whether the rows of a product are rounded once for all of its items; of few rows, each item rounds them itself.
-static bool shares_rounded_rows(const Op& op, const Step& step) {
-    return ROUNDS && op.kind == LINEAR && op.matrix.bf16 && op.matrix.count == 1 && count_rows(op, step) > 16;
-}
-
-// The work items of the product with matrix `index`.
-static Items items_of(const Op& op, const Run& run, long index) {
-    if (op.kind == LINEAR) return {0, count_rows(op, *run.step), op.matrix.n, run.threads};
-    return {index ? op.routing.ends[index - 1] : 0, op.routing.ends[index], op.matrix.n, run.threads};
-}
-
-static void multiply_matrix(const Op& op, const Run& run, long item) {
-    const long index = std::upper_bound(run.ends.begin(), run.ends.end(), item) - run.ends.begin();
-    multiply_item(op, items_of(op, run, index), index ? item - run.ends[index - 1] : item, index,
-                  shares_rounded_rows(op, *run.step) ? (const bfloat16*)run.rounded.data() : nullptr);
+static void multiply(const Op& op, Run& run, long item, long count) {
+    for (long taken; count; item += taken, count -= taken) {
+        const long index = std::upper_bound(run.ends.begin(), run.ends.end(), item) - run.ends.begin();
+        const Items items(op, *run.step, index);
+        const long own = index ? item - run.ends[index - 1] : item, most = items.rows > 4 ? GROUP_PANELS / 2 : GROUP_PANELS;
+        taken = std::min({count, items.pairs - own % items.pairs, most});
+        multiply_items(op, items, own, taken, index, ROUNDS && op.matrix.bf16 ? rounded_rows(op, run, index) : nullptr);
+    }
 }
 
 static void attend(const Op& op, Run& run, long item) {
@@ -222,14 +191,18 @@ static void attend(const Op& op, Run& run, long item) {
         finish_tile(op, tile, head, last - first, sums, run.floats);
 }
 
-static long count_items(const Op& op, Run& run) {
+// Allocates the memory that the current operation shares; returns the number of its work items.
+static long begin_items(const Op& op, Run& run) {
     const long rows = count_rows(op, *run.step), units = long(run.tiles.size()) * op.cache.kv_heads;
-    if (run.rounds) return run.rounded.resize((rows + 31) * rounded_stride(op.matrix.k) / AMX_K), (rows + 15) / 16;
     switch (op.kind) {
-        case LINEAR: case GROUPED_LINEAR:
-            if (op.kind == GROUPED_LINEAR && op.mode) group_assignments(op, *run.step);  // the first product of a layer
+        case ROUND:
+            run.rows = op.routing.order ? op.routing.ends[op.matrix.count - 1] : rows;
+            if (!ROUNDS) return 0;
+            run.rounded.resize((run.rows * (op.in_step ? op.matrix.count : 1) + 31) * rounded_stride(op.matrix.k) / AMX_K);
+            return run.rows * (op.in_step ? op.matrix.count : 1);
+        case LINEAR:
             run.ends.resize(op.matrix.count);
-            for (long e = 0, items = 0; e < op.matrix.count; ++e) run.ends[e] = items += items_of(op, run, e).count();
+            for (long e = 0, items = 0; e < op.matrix.count; ++e) run.ends[e] = items += Items(op, *run.step, e).count();
             return run.ends.back();
         case ATTENTION:
             run.floats = run.tile_tokens * op.heads / op.cache.kv_heads * partial_floats(op.cache.head_dim);
@@ -238,39 +211,41 @@ static long count_items(const Op& op, Run& run) {
             if (run.parts > 1) run.partials.resize(units * run.spans * run.floats);
             run.done.assign(units, 0);
             return units * run.parts;
-        case ACTIVATION: return rows * ((op.size - 1) / ACTIVATION_CHUNK + 1);
+        case GROUP: return 1;
         default: return rows;
     }
 }
 
-static void execute(const Op& op, Run& run, long item) {
-    const long rows = count_rows(op, *run.step);
+static void execute_row(const Op& op, Run& run, long item) {
     float* out = op.out + item * op.out_stride;
     // A norm of outputs reads the rows of the tokens whose logits are wanted.
-    const auto in = op.in + (op.kind == NORM && op.rows == OUTPUTS ? run.step->output_rows[item] : item) * op.in_stride;
-    for (long r = item * 16; run.rounds && r < std::min(item * 16 + 16, rows); ++r)
-        round_row(op.in + r * op.in_stride, op.matrix.k, (bfloat16*)run.rounded.data() + r * rounded_stride(op.matrix.k));
-    if (run.rounds) return;
+    const auto in = op.in + (op.kind == NORM && op.outputs ? run.step->output_rows[item] : item) * op.in_stride;
     switch (op.kind) {
         case EMBED: return embed(op, *run.step, item, out);
         case NORM: return normalise(in, out, op.weight, op.bias, op.size, op.epsilon, op.mode);
-        case LINEAR: case GROUPED_LINEAR: return multiply_matrix(op, run, item);
+        case ROUND: return round_row(input_of(op, item % run.rows, item / run.rows), op.matrix.k,
+                                     rounded_rows(op, run, 0) + item * rounded_stride(op.matrix.k));
         case ROPE_STORE: return (op.cache.bf16 ? rope_store<bfloat16> : rope_store<float>)(op, *run.step, item);
         case ATTENTION: return attend(op, run, item);
-        case ACTIVATION: return activation(op, item % rows, item / rows * ACTIVATION_CHUNK);
         case ROUTE: return route(op, item);
+        case GROUP: return group_assignments(op, *run.step);
         case COMBINE: return combine(op, item, out);
         case SCALE: return scale_row(op, item, in, out);
     }
 }
 
-// Each thread has a range of the current operation's items and takes them one by one, so that it reads weights in one
-// stream; then it takes what is left of the others'. Threads count their finished items when they find none left: who
-// counts the last item begins the next operation. Until then the operation stays the current one, so that a thread always
-// counts its items for the operation they belong to. A thread without a core delays the others only between taking an
-// item and counting it. A waiting thread prefetches the weights that it multiplies next. As many threads as CPUs are bound to
-// one each: beside other processes the scheduler may leave two of them on one CPU for many milliseconds. The calling
-// thread is bound while it runs operations.
+static void execute(const Op& op, Run& run, long item, long count) {
+    if (op.kind == LINEAR) return multiply(op, run, item, count);
+    for (const long end = item + count; item < end; ++item) execute_row(op, run, item);
+}
+
+// Each thread has a range of the current operation's items and takes half of what is left of it again and again, so that
+// it reads weights in one stream and all threads end at about the same time; then it takes from the others' ranges.
+// Threads count their finished items when they find none left: who counts the last item begins the next operation. Until
+// then the operation stays the current one, so that a thread always counts its items for the operation they belong to. A
+// thread without a core delays the others only between taking items and counting them. A waiting thread prefetches the
+// weights that it multiplies next. As many threads as CPUs are bound to one each: beside other processes the scheduler
+// may leave two of them on one CPU for many milliseconds. The calling thread is bound while it runs operations.
 struct Pool {
     explicit Pool(long threads) : ranges_(threads) {
         cpu_set_t all;
@@ -294,12 +269,13 @@ struct Pool {
     }
 
     static constexpr uint64_t BITS = 24, MASK = (1 << BITS) - 1, MOST_LINES = 4096;  // prefetched during a wait
+    static constexpr long MOST_ITEMS = 8, FEW_ROWS = 4;  // taken at once; done by the thread that begins an operation
     struct alignas(64) Range {
         std::atomic<uint64_t> ticket{0};  // number of the operation, end of the range, next item
         std::atomic<const char*> ahead{nullptr};  // what the thread prefetches next: weights of the next product
     };
 
-    static bool has_item(uint64_t ticket) { return (ticket & MASK) < (ticket >> BITS & MASK); }
+    static uint64_t count_left(uint64_t ticket) { return (ticket >> BITS & MASK) - (ticket & MASK); }
     // Executes items until none is left; returns number and end of the thread's range then.
     uint64_t take_items(size_t thread) {
 #ifdef __AMX_BF16__
@@ -310,9 +286,11 @@ struct Pool {
             uint64_t ticket, mine = 0;  // items that are done, but not counted yet
             for (size_t i = 0; i < ranges_.size(); ++i) {
                 auto& next = ranges_[(thread + i) % ranges_.size()].ticket;
-                while (has_item(next.load(std::memory_order_relaxed)) &&
-                       has_item(ticket = next.fetch_add(1, std::memory_order_acq_rel)))
-                    execute(run_.ops[current_], run_, long(ticket & MASK)), ++mine;
+                while (const uint64_t left = count_left(ticket = next.load(std::memory_order_relaxed))) {
+                    const uint64_t count = std::min<uint64_t>(MOST_ITEMS, (left + 1) / 2);
+                    if (next.compare_exchange_weak(ticket, ticket + count, std::memory_order_acq_rel))
+                        execute(run_.ops[current_], run_, long(ticket & MASK), long(count)), mine += count;
+                }
             }
             if (!mine || left_.fetch_sub(mine, std::memory_order_acq_rel) != mine) return seen;
             begin_next();
@@ -320,19 +298,18 @@ struct Pool {
     }
     void begin_next() {
         long items = 0;
-        while (!items && (run_.rounds || ++current_ < run_.count)) {
+        while (!items && ++current_ < run_.count) {
             const Op& op = run_.ops[current_];
-            run_.rounds = !run_.rounds && shares_rounded_rows(op, *run_.step);
-            items = count_items(op, run_);
-            // Nobody could help with a single item. Products need the AMX tiles, which this thread may not have loaded.
-            if (items == 1 && op.kind != LINEAR && op.kind != GROUPED_LINEAR) execute(op, run_, 0), items = 0;
+            items = begin_items(op, run_);
+            // A few rows are done before others could help. Products need the AMX tiles, which may not be loaded here.
+            if (items <= FEW_ROWS && op.kind != LINEAR && op.kind != ATTENTION) execute(op, run_, 0, items), items = 0;
         }
-        long next = current_ + !run_.rounds;  // while rows are rounded, the product that takes them
-        while (next < run_.count && run_.ops[next].kind != LINEAR) ++next;
+        long next = current_ + 1;
+        while (next < run_.count && (run_.ops[next].kind != LINEAR || run_.ops[next].routing.order)) ++next;
         for (size_t i = 0; i < ranges_.size() && next < run_.count; ++i) {
-            const Items all = items_of(run_.ops[next], run_, 0);
-            const char* first = panel_at(run_.ops[next].matrix, 0, begin_of(i, all.groups()) * all.group);
-            ranges_[i].ahead.store(first, std::memory_order_relaxed);
+            const Items all(run_.ops[next], *run_.step, 0);
+            const uint64_t pair = begin_of(i, all.count()) % all.pairs;
+            ranges_[i].ahead.store(panel_at(run_.ops[next].matrix, 0, 2 * pair), std::memory_order_relaxed);
         }
         publish(items);
     }

@@ -65,10 +65,11 @@ class Kernels:
         """Return weight matrices packed in the memory layout that the kernels read.
 
         weight: one matrix [n, k] or several [count, n, k], float32 or uint16 (bits of bfloat16). dtype: element type of
-        the result, "float32" or "bfloat16" (rounded to nearest even). order: [n], index of the row of each matrix that
-        is packed at each position; None: the rows keep their order.
+        the result, "float32" or "bfloat16" (rounded to nearest even). order: index of the row of each matrix that is
+        packed at each position; None: the rows keep their order.
         """
-        count, n, k = weight.shape if weight.ndim == 3 else (1, *weight.shape)
+        matrices = weight if weight.ndim == 3 else weight[None]
+        count, n, k = matrices.shape if order is None else (len(matrices), len(order), matrices.shape[2])
         row_bytes = -(-k // 32) * 32 * 2 if dtype == "bfloat16" else k * 4
         buffer = self.allocate((count * -(-n // 32) * 32 * row_bytes,), np.uint8)
         packed = PackedMatrix(buffer, n, k, count, dtype == "bfloat16")
@@ -80,7 +81,7 @@ class Kernels:
             """Pack this thread's share of the weight; `number`: index of the thread. Of the tasks (256 rows of one
             matrix each), thread i of n packs tasks i, i + n, i + 2n ..."""
             for index, row in tasks[number :: self._threads]:
-                matrix, block = weight.reshape(count, n, k)[index], slice(row, row + _PACKED_ROWS)
+                matrix, block = matrices[index], slice(row, row + _PACKED_ROWS)
                 rows = matrix[block if order is None else order[block]]
                 out = words[index, row // 32 : -(-(row + len(rows)) // 32)]
                 same = packed.bfloat16 == (rows.dtype == BFLOAT16) and rows.flags.c_contiguous

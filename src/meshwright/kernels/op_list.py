@@ -31,16 +31,12 @@ _INT32 = np.dtype(np.int32)
 Execute = Callable[["ctypes.Array[structures.Op]", int, int, structures.Step], None]
 """Executes the entries from one index to another (exclusive) of an array of operations on a step."""
 
-_KINDS = (
-    *("embed", "norm", "linear", "rope_store", "attention", "activation", "route", "grouped_linear"),
-    *("combine", "scale"),
-)
-KIND = {name: number for number, name in enumerate(_KINDS)}
+_KINDS = "embed norm round linear rope_store attention route group combine scale"
+KIND = {name: number for number, name in enumerate(_KINDS.split())}
 """Numbers of the kinds of operations in `structures.h`."""
 
-_ROWS = {"tokens": 0, "outputs": 1, "assignments": 2}
 _NORM = {"rms": 0, "layer": 1}
-_ACTIVATION = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+_ACTIVATION = {"silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4, "relu2": 5}
 _ROUTER = {"softmax": 0, "sigmoid": 1, "logits": 2}
 _HEADS_TOGETHER = 16  # most heads of latent attention that one thread computes at a time
 
@@ -71,8 +67,9 @@ class OpList:
 
     def append(self, op: AnyOp) -> int:
         """Append the operation `op`, such as a `Linear`; return the index of its first entry, for use as `begin` or
-        `end` of `run`. A mixture-of-experts layer, latent attention and a gate take several entries, every other
-        operation takes one. Raises `ValueError` if the shapes of the operation's arrays are inconsistent."""
+        `end` of `run`. Mixture-of-experts layers, latent attention, gates and products in bfloat16 take several
+        entries, every other operation takes one. Raises `ValueError` if the shapes of the operation's arrays are
+        inconsistent."""
         begin = len(self._ops)
         self._ops += list(_LOWER[type(op)](op))  # all or, after an error, none
         self._held.append(op)
@@ -152,8 +149,9 @@ def _lower_embed(op: Embed) -> Iterator[structures.Op]:
 def _lower_norm(op: Norm) -> Iterator[structures.Op]:
     """Yield the ctypes struct of the `Norm` operation `op` (RMSNorm or LayerNorm)."""
     yield _make_op(
-        "norm", op.out, op.x, width=len(op.weight), mode=_NORM[op.kind], rows=_ROWS[op.rows], epsilon=op.epsilon,
+        "norm", op.out, op.x, width=len(op.weight), mode=_NORM[op.kind], epsilon=op.epsilon,
         weight=get_address(op.weight, np.float32), bias=get_address(op.bias, np.float32, len(op.weight)),
+        outputs=op.rows == "outputs",
     )  # fmt: skip
 
 
@@ -161,6 +159,7 @@ def _lower_linear(op: Linear) -> Iterator[structures.Op]:
     """Yield the ctypes struct of the `Linear` operation `op`. Raises `ValueError` if a matrix reads or writes columns
     that a buffer does not have, or if several matrices have no column strides."""
     weight, (out_step, in_step) = op.weight, op.steps
+    width = _find_width(weight.n, op.out.shape[1], op.activation)
     bias, last = get_address(op.bias, np.float32, weight.count * weight.n), weight.count - 1
     out, x = op.out, op.x
     if any(op.steps):
@@ -169,10 +168,32 @@ def _lower_linear(op: Linear) -> Iterator[structures.Op]:
         out, x = out[:, : weight.n], x[:, : weight.k]
     elif weight.count > 1:
         raise ValueError(f"linear: {weight.count} matrices need the steps between their columns")
-    yield _make_op(
-        "linear", out, x, width=weight.n, in_width=weight.k, rows=_ROWS[op.rows], bias=bias,
-        accumulate=op.accumulate, matrix=make_matrix_struct(weight), out_step=out_step, in_step=in_step,
+    yield from _make_product(
+        out, x, weight, op.activation, width=width, outputs=op.rows == "outputs", bias=bias, accumulate=op.accumulate,
+        out_step=out_step, in_step=in_step,
     )  # fmt: skip
+
+
+def _make_product(
+    out: Float32, x: Float32, packed: PackedMatrix, activation: Activation | None, **fields: Any
+) -> Iterator[structures.Op]:
+    """Yield the ctypes structs of a product: the rounding of its input, for kernels that multiply in bfloat16, and the
+    product itself. packed: its weight. fields: further fields of `structures.Op`, and `width` as in `_make_op`."""
+    if activation is not None:
+        fields |= {"activation": _ACTIVATION[activation.kind], "gated": activation.gated}
+        fields |= {"softcap": activation.limit, "scale": activation.alpha}
+    for kind in ("round", "linear") if packed.bfloat16 else ("linear",):
+        yield _make_op(kind, out, x, in_width=packed.k, matrix=make_matrix_struct(packed), **fields)
+
+
+def _find_width(rows: int, columns: int, activation: Activation | None) -> int:
+    """Return the number of elements that a product with a matrix of `rows` outputs writes to rows of `columns`. Raises
+    `ValueError` if a gated activation does not have as many outputs for gate and for up, padded to panels of 16."""
+    if activation is None or not activation.gated:
+        return rows
+    if rows != 2 * (columns + -columns % 16):
+        raise ValueError(f"linear: {rows} outputs for gate and up, expected twice {columns} in panels of 16")
+    return columns
 
 
 def _lower_rope_store(op: RopeStore) -> Iterator[structures.Op]:
@@ -235,22 +256,9 @@ def _lower_latent_attention(op: LatentAttention) -> Iterator[structures.Op]:
     yield from _lower_linear(Linear(op.out, op.attended, op.value_up, steps=(op.value_up.n, cached)))
 
 
-def _lower_activation(op: Activation, rows: str = "tokens", **fields: Any) -> Iterator[structures.Op]:
-    """Yield the ctypes struct of the `Activation` operation `op`.
-
-    rows: unit of a buffer row: "tokens" (one row per token of the step), "outputs" (per token whose logits are needed)
-    or "assignments" (per pair of token and expert). fields: further fields of `structures.Op`, such as `routing`.
-    """
-    width = op.out.shape[1]
-    yield _make_op(
-        "activation", op.out, op.x, width=width, in_width=2 * width if op.gated else width,
-        mode=_ACTIVATION[op.kind], gated=op.gated, rows=_ROWS[rows], scale=op.alpha, softcap=op.limit, **fields,
-    )  # fmt: skip
-
-
 def _lower_experts(op: Experts) -> Iterator[structures.Op]:
-    """Yield the six ctypes structs of the mixture-of-experts layer `op`: router product, top-k choice, up projections
-    (the library sorts the assignments by expert before them), activation, down projections, weighted sum. Raises
+    """Yield the six ctypes structs of the mixture-of-experts layer `op`: router product, top-k choice, sorting of the
+    assignments by expert, up projections with their activation, down projections, weighted sum. Raises
     `ValueError` if the workspace was allocated for another number of experts or another top-k than the layer has."""
     space, count = op.workspace, op.router.n
     if space.scores.shape[1] != count or space.chosen.shape[1] != op.top_k:
@@ -262,24 +270,18 @@ def _lower_experts(op: Experts) -> Iterator[structures.Op]:
         *(op.top_k, count, op.first, op.up.count, *op.groups, op.scale, op.normalise),
     )
     bias = get_address(op.choice_bias, np.float32, count)
-    up, down = make_matrix_struct(op.up), make_matrix_struct(op.down)
-    width, hidden = op.up.n, op.up.k
-    of_up = get_address(op.biases[1], np.float32, up.count * width)
-    of_down = get_address(op.biases[2], np.float32, up.count * hidden)
+    width, hidden = space.act.shape[1], op.up.k
+    of_up = get_address(op.biases[1], np.float32, op.up.count * op.up.n)
+    of_down = get_address(op.biases[2], np.float32, op.up.count * hidden)
     yield from _lower_linear(Linear(space.scores, op.x, op.router, op.biases[0]))
     yield _make_op("route", space.scores, None, width=count, mode=_ROUTER[op.router_kind], bias=bias, routing=routing)
-    yield _make_op(
-        "grouped_linear", space.up, op.x, width=width, in_width=hidden, mode=True, matrix=up, bias=of_up,
-        routing=routing,
-    )  # fmt: skip
-    kind, limit, alpha = op.activation
-    activation = Activation(space.act, space.up, kind, gated=True, limit=limit, alpha=alpha)
+    yield _make_op("group", space.scores, None, width=count, routing=routing)
     factors = space.weights.ctypes.data if op.on_input else None
-    yield from _lower_activation(activation, "assignments", weight=factors, routing=routing)
-    yield _make_op(
-        "grouped_linear", space.down, space.act, width=hidden, in_width=width // 2, matrix=down, bias=of_down,
-        routing=routing,
+    yield from _make_product(
+        space.act, op.x, op.up, op.activation, width=_find_width(op.up.n, width, op.activation), mode=True, bias=of_up,
+        weight=factors, routing=routing,
     )  # fmt: skip
+    yield from _make_product(space.down, space.act, op.down, None, width=hidden, bias=of_down, routing=routing)
     yield _make_op(
         "combine", op.out, space.down, width=hidden, mode=op.on_input, accumulate=op.accumulate, routing=routing
     )
@@ -297,7 +299,7 @@ def _lower_scale(op: Scale) -> Iterator[structures.Op]:
     """Yield the ctypes struct of the `Scale` operation `op` (rows times a number, softcap)."""
     yield _make_op(
         "scale", op.out, op.x, width=op.out.shape[1], scale=op.factor, softcap=op.softcap, accumulate=op.accumulate,
-        rows=_ROWS[op.rows],
+        outputs=op.rows == "outputs",
     )  # fmt: skip
 
 
@@ -308,7 +310,6 @@ _LOWER: dict[type, Callable[[Any], Iterator[structures.Op]]] = {
     RopeStore: _lower_rope_store,
     Attention: _lower_attention,
     LatentAttention: _lower_latent_attention,
-    Activation: _lower_activation,
     Experts: _lower_experts,
     Gate: _lower_gate,
     Scale: _lower_scale,

@@ -104,15 +104,30 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
-    """Linear layer: out = x Wᵀ + bias, from input size X to output size Y.
+class Activation:
+    """Activation of the results of a product, with intermediate size F.
 
-    out, x: [rows, Y] and [rows, X]. weight: packed W [Y, X], or [count, Y, X] with `steps`. bias: [Y], or [count Y] in
-    the order of the matrices (None: 0). accumulate: if True, the result is added to the present values of `out` (a
-    residual connection). rows: "tokens" if `x` and `out` have a row per token of the step, "outputs" if a row per token
-    whose logits are wanted. steps: column strides (of `out`, of `x`) between matrices, if `weight` has several (one per
-    head). Matrix i reads X columns of `x` from column i * steps[1] on, and writes Y columns of `out` from column i *
-    steps[0] on."""
+    gated: if True, it is activation(gate) * up, where the rows of the weight are in the order of
+    `row_order.find_gate_order`; if False, activation(x). kind: "relu2" is relu squared, "gelu_tanh" GELU's tanh
+    approximation. limit: if not 0, gate is capped at `limit`, up is clamped to [-limit, limit], and 1 is then added to
+    up (gpt-oss). alpha: "silu" is x sigmoid(alpha x)."""
+
+    kind: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+    gated: bool
+    limit: float = 0.0
+    alpha: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """Linear layer: out = activation(x Wᵀ + bias), from input size X to output size Y.
+
+    out, x: [rows, Y] and [rows, X]; with a gated activation `out` is [rows, F]. weight: packed W [Y, X], or [count, Y,
+    X] with `steps`. bias: [Y], or [count Y] in the order of the matrices (None: 0). accumulate: if True, the result
+    is added to the present values of `out` (a residual connection). rows: "tokens" if `x` and `out` have a row per
+    token of the step, "outputs" if a row per token whose logits are wanted. steps: column strides (of `out`, of
+    `x`) between matrices, if `weight` has several (one per head). Matrix i reads X columns of `x` from column i *
+    steps[1] on, and writes Y columns of `out` from column i * steps[0] on. activation: of the results (None: none)."""
 
     out: Float32
     x: Float32
@@ -121,6 +136,7 @@ class Linear:
     accumulate: bool = False
     rows: Rows = "tokens"
     steps: tuple[int, int] = (0, 0)
+    activation: Activation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,23 +216,6 @@ class LatentAttention:
     epsilon: float = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
-class Activation:
-    """Activation of an MLP with intermediate size F, for T rows.
-
-    gated: if True, out = activation(gate) * up, where x [T, 2F] holds the columns of gate, then the columns of up; if
-    False, out = activation(x), with x [T, F]. out: [T, F]. kind: "relu2" is relu squared, "gelu_tanh" GELU's tanh
-    approximation. limit: if not 0, gate is capped at `limit`, up is clamped to [-limit, limit], and 1 is then added to
-    up (gpt-oss). alpha: "silu" is x sigmoid(alpha x)."""
-
-    out: Float32
-    x: Float32
-    kind: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
-    gated: bool
-    limit: float = 0.0
-    alpha: float = 1.0
-
-
 class ExpertsWorkspace:
     """Temporary buffers of the mixture-of-experts layers of a model, shared by all layers.
 
@@ -229,7 +228,6 @@ class ExpertsWorkspace:
         self.weights = np.zeros((tokens, top_k), np.float32)
         self.chosen = np.zeros((tokens, top_k), np.int32)
         self.order, self.ends = np.zeros(rows, np.int32), np.zeros(experts, np.int32)
-        self.up = np.zeros((rows, 2 * width), np.float32)
         self.act = np.zeros((rows, width), np.float32)
         self.down = np.zeros((rows, hidden), np.float32)
         self.nbytes = sum(array.nbytes for array in vars(self).values())
@@ -240,16 +238,16 @@ class Experts:
     """Mixture-of-experts layer: out[t] = sum over the token's top-k experts of weight * down(act(gate) * up); experts
     that this rank does not hold add nothing. T tokens, H hidden size, F intermediate size, E experts.
 
-    out, x: [T, H]. router: packed [E, H], float32. up, down: packed [held, 2F, H] (gate first) and [held, H, F] of the
-    experts that this rank holds, which are those from index `first` on. workspace: temporary buffers. top_k: experts
-    per token. activation: (kind, limit, alpha) of the `Activation`. router_kind: function that turns router logits into
-    scores; "logits": the choice is by logits, the weights are their sigmoids. biases: of router [E], up [held, 2F] and
-    down [held, H] (None: 0). choice_bias: [E], added to the scores for the top-k choice, not for the weights.
-    normalise: if True, the top-k weights of a token are divided by their sum. scale: factor on the weights. groups: (G,
-    K): group-limited routing: the experts form G groups, and a token's experts are chosen from its K best groups. The
-    score of a group is the highest score of its experts or, with router_kind "sigmoid", the sum of the two highest.
-    on_input: if True, the weights are factors of the experts' inputs, not of their outputs. accumulate: if True, add
-    the result to the present out[t]."""
+    out, x: [T, H]. router: packed [E, H], float32. up, down: packed [held, 2F, H] (in the order of
+    `row_order.find_gate_order`) and [held, H, F] of the experts that this rank holds, which are those from index
+    `first` on. workspace: temporary buffers. top_k: experts per token. activation: gated. router_kind: function
+    that turns router logits into scores; "logits": the choice is by logits, the weights are their sigmoids. biases:
+    of router [E], up [held, 2F], in the order of its rows, and down [held, H] (None: 0). choice_bias: [E], added to
+    the scores for the top-k choice, not for the weights. normalise: if True, the top-k weights of a token are
+    divided by their sum. scale: factor on the weights. groups: (G, K): group-limited routing: the experts form G
+    groups, and a token's experts are chosen from its K best groups. The score of a group is the highest score of
+    its experts or, with router_kind "sigmoid", the sum of the two highest. on_input: if True, the weights are
+    factors of the experts' inputs, not of their outputs. accumulate: if True, add the result to the present out[t]."""
 
     out: Float32
     x: Float32
@@ -258,7 +256,7 @@ class Experts:
     down: PackedMatrix
     workspace: ExpertsWorkspace
     top_k: int
-    activation: tuple[Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"], float, float] = ("silu", 0.0, 1.0)
+    activation: Activation = Activation("silu", gated=True)
     router_kind: Literal["softmax", "sigmoid", "logits"] = "softmax"
     biases: tuple[Float32 | None, Float32 | None, Float32 | None] = (None, None, None)
     choice_bias: Float32 | None = None
@@ -297,4 +295,4 @@ class Scale:
     rows: Rows = "tokens"
 
 
-AnyOp = Embed | Norm | Linear | RopeStore | Attention | LatentAttention | Activation | Experts | Gate | Scale
+AnyOp = Embed | Norm | Linear | RopeStore | Attention | LatentAttention | Experts | Gate | Scale

@@ -173,39 +173,53 @@ template <class W> static void multiply_panels(const void* const* x, long rows, 
     }
 }
 
-// Work items of a product: row blocks x groups of panels. Smaller groups where there are few, or threads would get
-// different numbers of panels; larger ones for few rows.
+static long count_rows(const Op& op, const Step& step) { return op.outputs ? step.outputs : step.token_count; }
+
+// Work items of a product with one matrix: row blocks x pairs of panels, of which those of a row block follow one
+// another. Rows are those of x or, of experts (`order`), sorted assignments from `begin` on.
 struct Items {
-    long begin, rows, panels, group, row_blocks;
-    Items(long begin, long end, long n, long threads)
-        : begin(begin), rows(end - begin), panels((n + LANES - 1) / LANES) {
-        row_blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-        group = rows > 4 ? GROUP_PANELS : 2 * GROUP_PANELS;
-        while (group > 1 && row_blocks * (panels / group) < 2 * threads) group /= 2;
-        if (row_blocks == 1 && panels % (group * threads) && panels % (6 * threads) == 0) group = 6;
-    }
-    long groups() const { return (panels + group - 1) / group; }
-    long count() const { return row_blocks * groups(); }
+    long begin, rows, panels, pairs;
+    Items(const Op& op, const Step& step, long index)
+        : begin(op.routing.order && index ? op.routing.ends[index - 1] : 0),
+          rows(op.routing.order ? op.routing.ends[index] - begin : count_rows(op, step)),
+          panels((op.matrix.n + LANES - 1) / LANES), pairs((panels + 1) / 2) {}
+    long count() const { return (rows + BLOCK_ROWS - 1) / BLOCK_ROWS * pairs; }
 };
 
-// One item of the product with matrix `index`: out[row] (+)= x[row] Wᵀ + bias. Rows of experts are assignments, which
-// `order` sorts; the input of the first product (`mode`) is that of their token. Other products of whole panels are
-// summed in `out` itself, but by AMX, whose tiles have 16 rows.
-static void multiply_item(const Op& op, const Items& items, long item, long index, const bfloat16* rounded) {
-    const long first = item % items.row_blocks * BLOCK_ROWS, panel = item / items.row_blocks * items.group;
-    const long rows = std::min(BLOCK_ROWS, items.rows - first), stride = rounded_stride(op.matrix.k);
-    const long panels = std::min(items.group, items.panels - panel), columns = panels * LANES;
-    const void* x[BLOCK_ROWS]; float* out[BLOCK_ROWS];
-    const bool rounds = ROUNDS && op.matrix.bf16;
-    const bool direct = op.kind == LINEAR && !op.bias && op.matrix.n % LANES == 0 && !(AMX && op.matrix.bf16);
-    float* sums = take_scratch(SUMS + (rounds && !rounded ? (rows + 31) * stride / 2 : 0));
-    bfloat16* work = (bfloat16*)(sums + SUMS);
+// Row of x from which row `r` of a product is computed. Inputs of experts' first products (`mode`) are those of tokens.
+static const float* input_of(const Op& op, long r, long index) {
+    const long place = op.routing.order ? op.routing.order[r] / (op.mode ? op.routing.top_k : 1) : r;
+    return op.in + place * op.in_stride + index * op.in_step;
+}
+
+// activation(gate) * up, of which gate is cut at `softcap` and up at ± `softcap`, then 1 added to it, if that is not 0.
+static Vec activate(const Op& op, Vec gate, Vec up) {
+    const Vec limit = broadcast(op.softcap), zero = broadcast(0.0f), one = broadcast(1.0f);
+    if (op.softcap != 0) gate = minimum(limit, gate), up = maximum(zero - limit, minimum(limit, up)) + one;
+    if (op.activation == SILU) gate = gate * sigmoid(gate * broadcast(op.scale));
+    if (op.activation == GELU) gate = gelu(gate);
+    if (op.activation == GELU_TANH) gate = gelu_tanh(gate);
+    if (op.activation == RELU || op.activation == RELU2) gate = maximum(gate, zero);
+    if (op.activation == RELU2) gate = gate * gate;
+    return op.gated ? gate * up : gate;
+}
+
+// Some items of a row block of the product with matrix `index`: out[row] (+)= activation(x[row] Wᵀ + bias). The first
+// products of experts may have factors, `weight` of each assignment (Llama 4). If `gated`, panels of gate and up
+// alternate. `rounded`: rows of x, if the product takes rounded ones. Products of whole panels without more are summed
+// in `out` itself, but by AMX, whose tiles have 16 rows.
+static void multiply_items(const Op& op, const Items& items, long item, long count, long index, const bfloat16* rounded) {
+    const long block = item / items.pairs * BLOCK_ROWS, first = items.begin + block, panel = item % items.pairs * 2;
+    const long rows = std::min(BLOCK_ROWS, items.rows - block), step = op.gated ? 2 * LANES : LANES;
+    const long panels = std::min(2 * count, items.panels - panel), columns = panels * LANES;
+    const void* x[BLOCK_ROWS]; float* out[BLOCK_ROWS]; long place[BLOCK_ROWS];
+    const bool plain = !op.bias && !op.activation && !op.routing.order && op.matrix.n % LANES == 0;
+    const bool direct = plain && !(AMX && op.matrix.bf16);
+    float* sums = take_scratch(SUMS);
     for (long r = 0; r < rows; ++r) {
-        const long place = op.kind == LINEAR ? first + r : op.routing.order[items.begin + first + r];
-        const float* in = op.in + (op.mode ? place / op.routing.top_k : place) * op.in_stride + index * op.in_step;
-        out[r] = op.out + place * op.out_stride + index * op.out_step + panel * LANES;
-        if (rounds && !rounded) round_row(in, op.matrix.k, work + r * stride);
-        x[r] = !rounds ? (void*)in : rounded ? rounded + (first + r) * stride : work + r * stride;
+        place[r] = op.routing.order ? op.routing.order[first + r] : first + r;
+        out[r] = op.out + place[r] * op.out_stride + index * op.out_step + panel * LANES * LANES / step;
+        x[r] = rounded ? (void*)(rounded + (first + r) * rounded_stride(op.matrix.k)) : input_of(op, first + r, index);
     }
     const long at_once = rows > 8 || op.matrix.k <= SECTION ? panels : 2;  // few rows: panels in the order of memory
     for (long p = 0; p < panels; p += at_once)
@@ -213,10 +227,13 @@ static void multiply_item(const Op& op, const Items& items, long item, long inde
             x, rows, op.matrix, index, panel + p, std::min(at_once, panels - p), (direct ? out[0] : sums) + p * LANES,
             direct ? op.out_stride : columns, !direct || !op.accumulate);
     for (long r = 0; r < rows && !direct; ++r)
-        for (long c = 0; c < columns; c += LANES) {
-            const long column = panel * LANES + c, count = op.matrix.n - column;
-            Vec y = load(sums + r * columns + c);
-            if (op.bias) y = y + load(op.bias + index * op.matrix.n + column, count);
-            store_or_add(out[r] + c, y, count, op.accumulate);
+        for (long c = 0; c < columns; c += step) {
+            const auto result = [&](long at) {
+                const long column = panel * LANES + at;
+                const Vec y = load(sums + r * columns + at), factor = broadcast(op.weight ? op.weight[place[r]] : 1.0f);
+                return (op.bias ? y + load(op.bias + index * op.matrix.n + column, op.matrix.n - column) : y) * factor;
+            };
+            const Vec y = activate(op, result(c), op.gated ? result(c + LANES) : Vec{});
+            store_or_add(out[r] + c * LANES / step, y, op.size - (panel * LANES + c) * LANES / step, op.accumulate);
         }
 }

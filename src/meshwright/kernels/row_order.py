@@ -1,5 +1,5 @@
-"""Orders in which the kernels need the rows of weights: an expert's gate before its up projection, latent vectors
-before queries, rotated features in pairs half of them apart. Torch-free.
+"""Orders in which the kernels need the rows of weights: gate and up projections in turn, latent vectors before queries,
+rotated features in pairs half of them apart. Torch-free.
 
 Attention scores do not depend on the order of features, so that a server may permute those of queries and keys.
 """
@@ -35,11 +35,15 @@ def find_row_order(config: ModelConfig, name: str, rows: int, kv_heads: int = 0)
     return order
 
 
-def find_gate_order(rows: int) -> Array:
-    """Return the order in which the rows of an expert's fused gate and up projection, which alternate (gate 0, up 0,
-    gate 1, ...), are all gate rows before all up rows: the j-th element is the index of the row at position j. rows:
-    number of rows, twice the intermediate size."""
-    return np.arange(rows).reshape(-1, 2).T.reshape(-1)
+def find_gate_order(width: int, interleaved: bool = False) -> Array:
+    """Return the order in which panels of 16 rows of gate alternate with those of the same rows of up, so that an item
+    of a product has both for its activation: the j-th element is the index of the row of the fused gate and up
+    projection at position j. The last two panels are filled up with row 0. width: number of rows of each, the
+    intermediate size. interleaved: True if the rows alternate (gate 0, up 0, gate 1, ...), False if all of gate
+    come first."""
+    rows = np.arange(2 * width).reshape((width, 2) if interleaved else (2, width))
+    padded = np.pad(rows.T if interleaved else rows, ((0, 0), (0, -width % 16)))
+    return padded.reshape(2, -1, 16).swapaxes(0, 1).reshape(-1)
 
 
 def spread_bias(values: Array, experts: int, hidden: int, first: int) -> Array:

@@ -30,13 +30,12 @@ struct Routing {
     int32_t normalise;
 };
 
-enum Kind : int32_t { EMBED, NORM, LINEAR, ROPE_STORE, ATTENTION, ACTIVATION, ROUTE, GROUPED_LINEAR, COMBINE, SCALE };
-enum Rows : int32_t { TOKENS, OUTPUTS, ASSIGNMENTS };
+enum Kind : int32_t { EMBED, NORM, ROUND, LINEAR, ROPE_STORE, ATTENTION, ROUTE, GROUP, COMBINE, SCALE };
 enum Router : int32_t { SOFTMAX, SIGMOID, LOGITS };  // LOGITS: the choice is by logits, the weights are their sigmoids
-enum ActivationKind : int32_t { SILU, GELU, GELU_TANH, RELU, RELU2 };
+enum Activation : int32_t { NONE, SILU, GELU, GELU_TANH, RELU, RELU2 };
 
 struct Op {
-    int32_t kind, mode, rows, accumulate, gated;
+    int32_t kind, mode, outputs, accumulate, activation, gated;
     float* out;
     const float* in;
     int64_t out_stride, in_stride, out_step, in_step, size, first, heads, window, rotated;  // step: to the next matrix

@@ -22,7 +22,8 @@ class PackedMatrix:
     two bfloat16 of consecutive k, of each output of a panel. The lines of two panels alternate in memory, so that the
     reads of a tile are one stream.
 
-    buffer: the bytes of all matrices. bfloat16: True if the elements are bfloat16, else float32.
+    buffer: the bytes of all matrices. n: outputs, those included that the order of `pack` repeats. bfloat16: True if
+    the elements are bfloat16, else float32.
     """
 
     buffer: npt.NDArray[np.uint8]
@@ -92,15 +93,15 @@ class Op(ctypes.Structure):
     library.
 
     kind: number of the operation in `op_list.KIND`; each kind reads only the fields that it needs. mode: its variant,
-    such as RMSNorm or LayerNorm. rows: which rows it computes: 0: one per token of the step; 1: one per token whose
-    logits are needed; 2: one per (token, expert) assignment. out, input: addresses of float32 rows, `out_stride` and
-    `in_stride` elements apart. out_step, in_step: column strides of `out` and `input` in elements, from one matrix (or
-    head) to the next. size: number of elements that it writes to a row of `out`. rotated: number of rotated features of
-    a head. matrix: weight or embedding table. routing: assignment to experts. Other fields have the name and meaning
-    that they have in the dataclasses of `operations`."""
+    such as RMSNorm or LayerNorm. outputs: True if it computes a row per token whose logits are needed, False: per
+    token of the step. activation: number of the activation of a product's results, 0: none. out, input: addresses
+    of float32 rows, `out_stride` and `in_stride` elements apart. out_step, in_step: column strides of `out` and
+    `input` in elements, from one matrix (or head) to the next. size: number of elements that it writes to a row of
+    `out`. rotated: number of rotated features of a head. matrix: weight or embedding table. routing: assignment to
+    experts. Other fields have the name and meaning that they have in the dataclasses of `operations`."""
 
     _fields_ = [
-        *_make_typed_fields(_INT, "kind mode rows accumulate gated"),
+        *_make_typed_fields(_INT, "kind mode outputs accumulate activation gated"),
         *_make_typed_fields(_POINTER, "out input"),
         *_make_typed_fields(_LONG, "out_stride in_stride out_step in_step size first heads window rotated"),
         *_make_typed_fields(_POINTER, "weight bias cosine sine query_norm key_norm"),

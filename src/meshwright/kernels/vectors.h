@@ -13,13 +13,12 @@ typedef uint16_t bfloat16;
 #ifdef __AVX512F__
 typedef __m512 Part;
 #define MULTIPLY_ADD _mm512_fmadd_ps
-#define LOAD_UINT16(p) _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(p)))
 #else
 typedef __m256 Part;
 #define MULTIPLY_ADD _mm256_fmadd_ps
-#define LOAD_UINT16(p) _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(p)))
 #endif
 typedef int32_t IntPart __attribute__((vector_size(sizeof(Part))));
+typedef bfloat16 HalfPart __attribute__((vector_size(sizeof(Part) / 2)));
 constexpr int PARTS = LANES * sizeof(float) / sizeof(Part);
 
 struct Vec { Part part[PARTS]; };
@@ -54,8 +53,9 @@ INLINE bfloat16 to_bfloat16(float x) {
 }
 template <class W> INLINE W convert(float x) { return std::is_same_v<W, float> ? x : to_bfloat16(x); }
 INLINE Vec load(const bfloat16* p) {
-    Vec v;
-    EACH v.part[i] = (Part)((IntPart)LOAD_UINT16(p + i * (LANES / PARTS)) << 16);
+    Vec v; HalfPart bits[PARTS];
+    std::memcpy(bits, p, sizeof bits);
+    EACH v.part[i] = (Part)(__builtin_convertvector(bits[i], IntPart) << 16);
     return v;
 }
 
@@ -83,6 +83,13 @@ template <class F> INLINE float reduce(const Vec& v, F combine) {
 INLINE float sum(const Vec& v) { return reduce(v, [](float a, float b) { return a + b; }); }
 INLINE float largest(const Vec& v) { return reduce(v, [](float a, float b) { return a > b ? a : b; }); }
 
+// The polynomial of x with these coefficients, from the highest power on, after the leading one.
+INLINE Vec polynomial(const Vec& x, float leading, std::initializer_list<float> others) {
+    Vec y = broadcast(leading);
+    for (float coefficient : others) y = fma(y, x, broadcast(coefficient));
+    return y;
+}
+
 // exp within 2 units in the last place; 0 below the smallest normal result, saturated above 88.
 INLINE Vec exponential(const Vec& x) {
     constexpr float low = -87.3f, magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
@@ -90,9 +97,7 @@ INLINE Vec exponential(const Vec& x) {
     const Vec shifted = fma(clipped, broadcast(1.44269504088896341f), broadcast(magic));
     const Vec n = shifted - broadcast(magic);
     const Vec r = fma(n, broadcast(-1.42860682e-6f), fma(n, broadcast(-0.693145752f), clipped));  // x - n ln 2
-    Vec y = broadcast(1.0f / 5040);
-    for (float coefficient : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
-        y = fma(y, r, broadcast(coefficient));
+    Vec y = polynomial(r, 1.0f / 5040, {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f});
     EACH y.part[i] = (Part)((IntPart)y.part[i] + ((IntPart)shifted.part[i] << 23));  // times 2^n
     return choose_at_least(x, low, y, broadcast(0.0f));
 }
@@ -100,20 +105,18 @@ INLINE Vec sigmoid(const Vec& x) { return broadcast(1.0f) / (broadcast(1.0f) + e
 // tanh: a polynomial near 0, where 2 sigmoid(2 x) - 1 loses digits.
 INLINE Vec hyperbolic_tangent(const Vec& x) {
     const Vec square = x * x;
-    Vec y = broadcast(62.0f / 2835);
-    for (float coefficient : {-17.0f / 315, 2.0f / 15, -1.0f / 3, 1.0f}) y = fma(y, square, broadcast(coefficient));
+    const Vec near = x * polynomial(square, 62.0f / 2835, {-17.0f / 315, 2.0f / 15, -1.0f / 3, 1.0f});
     const Vec far = fma(broadcast(2.0f), sigmoid(x + x), broadcast(-1.0f));
-    return choose_at_least(square, 0.0625f, far, x * y);
+    return choose_at_least(square, 0.0625f, far, near);
 }
 INLINE Vec softcap(const Vec& x, float c) { return c ? broadcast(c) * hyperbolic_tangent(x / broadcast(c)) : x; }
 // erfc(z) = exp(-z²) Q(1 / (1 + 0.4 z)) for z >= 0; Q fitted to 6e-8 of erfc itself, so gelu's tail keeps its digits.
 INLINE Vec gelu(const Vec& x) {
     const Vec z = maximum(x, broadcast(0.0f) - x) * broadcast(0.70710678118654752f);
     const Vec t = broadcast(1.0f) / fma(z, broadcast(0.4f), broadcast(1.0f));
-    Vec q = broadcast(0.04125073924660683f);
-    for (float coefficient : {-0.1403089463710785f, 0.08396758884191513f, 0.08798546344041824f, 0.07974261790513992f,
-                              0.19339890778064728f, 0.2018861621618271f, 0.2264433056116104f, 0.22563421726226807f})
-        q = fma(q, t, broadcast(coefficient));
+    const Vec q = polynomial(t, 0.04125073924660683f,
+                             {-0.1403089463710785f, 0.08396758884191513f, 0.08798546344041824f, 0.07974261790513992f,
+                              0.19339890778064728f, 0.2018861621618271f, 0.2264433056116104f, 0.22563421726226807f});
     const Vec half_tail = broadcast(0.5f) * q * t * exponential(broadcast(0.0f) - z * z);
     return x * choose_at_least(x, 0.0f, broadcast(1.0f) - half_tail, half_tail);
 }

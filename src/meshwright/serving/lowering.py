@@ -219,20 +219,19 @@ class Lowering:
         router_bias = self._read_optional(mixture.router, "bias")
         router = self._pack_weight(mixture.router, dtype="float32")
         values = self._read_matrix(experts.up).reshape(experts.held, -1, config.hidden)
-        order = find_gate_order(values.shape[1]) if config.experts_interleaved else None
+        order = find_gate_order(experts.down.weight.shape[1], config.experts_interleaved)
         up = self._memory.pack(values, order=order)
         down = self._memory.pack(self._read_matrix(experts.down).reshape(experts.held, config.hidden, -1))
         biases: tuple[Float32 | None, Float32 | None, Float32 | None] = (None, None, None)
         if config.mlp_bias:
-            up_bias = self._read_parameter(experts.up, "bias")
-            up_bias = up_bias if order is None else np.take(up_bias.reshape(experts.held, -1), order, axis=1)
+            up_bias = np.take(self._read_parameter(experts.up, "bias").reshape(experts.held, -1), order, axis=1)
             down_bias = self._read_shard(f"{self._names[id(experts.down)]}.bias", bfloat16=False)
             down_bias = self._memory.copy(spread_bias(down_bias, experts.held, config.hidden, experts.first))
             biases, router_bias = (router_bias, up_bias, down_bias), None
         self.ops.append(
             op.Experts(
                 out, x, router, up, down, workspace, config.experts_per_token,
-                (config.activation, config.swiglu_limit or 0.0, config.swiglu_alpha),
+                op.Activation(config.activation, True, config.swiglu_limit or 0.0, config.swiglu_alpha),
                 "logits" if config.routed_input else config.router, biases, router_bias, config.normalise_choice,
                 config.routed_scale, (config.expert_groups, config.groups_per_token), config.routed_input,
                 self._weights.first_expert, accumulate=added,
@@ -256,10 +255,11 @@ class Lowering:
     def _lower_up(self, mlp: modules.FeedForward, x: Float32) -> Float32:
         """Append to `ops` the up projection and activation of the MLP `mlp`; return the buffer of the result, [T, F]
         for T tokens and intermediate size F. x: normed input [T, H] with hidden size H."""
-        up = self._memory.get_buffer("up", mlp.up.weight.shape[0])
-        self._lower_linear(mlp.up, up, x)
         hidden = self._memory.get_buffer("hidden", mlp.down.weight.shape[1])
-        self.ops.append(op.Activation(hidden, up, mlp.activation, mlp.gated))
+        order = find_gate_order(hidden.shape[1]) if mlp.gated else np.arange(hidden.shape[1])
+        bias, up = self._read_optional(mlp.up, "bias"), self._memory.pack(self._read_matrix(mlp.up), order=order)
+        activation = op.Activation(mlp.activation, mlp.gated)
+        self.ops.append(op.Linear(hidden, x, up, None if bias is None else bias[order], activation=activation))
         return hidden
 
     def _lower_head(self, packed: PackedMatrix | None) -> None:

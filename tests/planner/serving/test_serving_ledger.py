@@ -33,7 +33,7 @@ def test_llama_3_8b_in_bfloat16_has_the_published_sizes():
     assert rank.weights == 2 * embedding + 4 * norms + 2048 * 128 * 4
     assert rank.packed == 2 * (8_030_261_248 - norms - embedding)
     assert rank.logits == 256 * 128256 * 4
-    widths = 2 * 4096 + (32 + 16) * 128 + 4096 + 3 * 14336
+    widths = 2 * 4096 + (32 + 16) * 128 + 4096 + 14336
     assert rank.workspace == 4 * (512 * widths + 256 * 4096)
     assert rank.communication == 0
 

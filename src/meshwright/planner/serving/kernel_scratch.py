@@ -8,7 +8,6 @@ from meshwright.spec.config import ModelConfig
 
 # Those of kernels/product.h and attention.h:
 _SUMS = 256 * 8 * 16  # float32 numbers of the sums of a work item of a product
-_ITEM_ROWS, _FEW_ROWS = 256, 16  # rows of a work item; most rows that each work item rounds to bfloat16 by itself
 _TILE_TOKENS, _SECTION_TOKENS, _SPAN_TOKENS = 16, 64, 1024  # of a tile of queries; of the context that it attends to
 _SHARED_PARTIALS = 2 << 20  # most float32 numbers of the results of spans that several threads compute
 _LATENT_GROUP = 16  # most query heads of latent attention in a tile
@@ -28,9 +27,9 @@ class StepScratch(NamedTuple):
 
 def scratch_bytes(config: ModelConfig, heads: int, kv_heads: int, sizes: StepScratch) -> int:
     """Return an upper bound of the bytes that the kernels of a rank with `heads` query and `kv_heads` key-value heads
-    allocate while they compute steps. For each thread: the sums of a product, with the rows that it rounds, or
-    attention's results for a tile of queries in every span of the longest context. Once: the rounded rows of a product,
-    and results of spans that several threads compute."""
+    allocate while they compute steps. For each thread: the sums of a product, or attention's results for a tile of
+    queries in every span of the longest context. Once: the rounded rows of a product, and results of spans that
+    several threads compute."""
     spans = -(-sizes.length // _SPAN_TOKENS)
     group, size = heads // kv_heads, config.head_dim
     if config.latent is not None:
@@ -39,9 +38,8 @@ def scratch_bytes(config: ModelConfig, heads: int, kv_heads: int, sizes: StepScr
     attention = rows * (_SECTION_TOKENS + spans * partial)
     several = sizes.threads > 1 and spans > 1
     together = min(_SHARED_PARTIALS, 4 * sizes.threads * spans * rows * partial) if several else 0
-    rounded, product = 0, _SUMS
-    if sizes.rounded:
-        of_item = min(_ITEM_ROWS, sizes.tokens * config.experts_per_token) if config.experts else _FEW_ROWS
-        width = (-(-sizes.rounded // 32) * 32 + 32) // 2  # two bfloat16 numbers take the place of one float32
-        rounded, product = (sizes.tokens + 31) * width, product + (of_item + 31) * width
-    return 4 * (sizes.threads * max(product, attention) + rounded + together)
+    inputs = [(max(1, config.experts_per_token), sizes.rounded)]  # rows of a token, and their features
+    if config.latent is not None:
+        inputs.append((heads, config.latent.rank))
+    rounded = max((sizes.tokens * count + 31) * (-(-width // 32) * 32 + 32) for count, width in inputs)
+    return 4 * (sizes.threads * max(_SUMS, attention) + together) + 2 * (rounded if sizes.rounded else 0)

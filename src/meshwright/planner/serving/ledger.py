@@ -315,14 +315,16 @@ def _packed_bytes(config: ModelConfig, layout: Layout, tensor: ModelParameter, i
         wide = [(columns, plain), (config.latent.value_dim, columns)]
         return sum(heads * _round_up(n) * (_round_up(k, 32) if item == 2 else k) * item for n, k in wide)
     count = config.experts // layout.ep if ".experts." in tensor.name else 1
+    if ".up." in tensor.name and config.gated:  # panels of gate and up alternate
+        rows = 2 * count * _round_up(rows // (2 * count), _PANEL)
     item = 4 if "router" in tensor.name or "shared_gate" in tensor.name else item
     return count * _round_up(rows // count) * (_round_up(columns, 32) if item == 2 else columns) * item
 
 
 def _buffer_widths(rank: ServingRank) -> Iterator[int]:
     """Yield the number of float32 elements per token of each activation buffer of a rank: hidden states before and
-    after the norm, and partial sums; inputs and output of attention; the gate of the shared expert; up projection and
-    activation of each distinct MLP."""
+    after the norm, and partial sums; inputs and output of attention; the gate of the shared expert; activation of
+    each distinct MLP."""
     config, tp, queries = rank.config, rank.layout.tp, rank.heads * rank.config.head_dim
     yield config.hidden * (1 + config.pre_norms + (tp > 1 or not config.plain_residual))
     if latent := config.latent:
@@ -333,16 +335,14 @@ def _buffer_widths(rank: ServingRank) -> Iterator[int]:
         yield 2 * queries + 2 * rank.kv_heads * config.head_dim
     mixed = {config.has_experts(layer) for layer in rank.stage.layers}
     yield int(config.shared_gate and True in mixed)
-    for width in {(config.shared_intermediate if each else config.intermediate) // tp for each in mixed} - {0}:
-        gated = config.gated or width == config.shared_intermediate // tp
-        yield width * (3 if gated else 2)
+    yield sum({(config.shared_intermediate if each else config.intermediate) // tp for each in mixed})
 
 
 def _count_expert_numbers(config: ModelConfig, layout: Layout, tokens: int) -> int:
     """Return the number of elements of the buffers for routed experts for `tokens` tokens: router scores, chosen
     experts, and activations of all chosen experts."""
     width = config.expert_intermediate // (1 if layout.expert_parallel else layout.tp)
-    per_row = 3 + 3 * width + config.hidden  # weight, choice, order; up, activation, down
+    per_row = 3 + width + config.hidden  # weight, choice, order; activation, down
     return (tokens + 1) * config.experts + tokens * config.experts_per_token * per_row
 
 
