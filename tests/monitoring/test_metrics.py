@@ -46,6 +46,19 @@ def test_resumed_run_drops_metrics_after_its_checkpoint(tmp_path):
     assert read_metrics(path) == [*[step(number) for number in range(1, 6)], step(6, again=True)]
 
 
+def test_event_of_a_save_is_kept_though_it_follows_later_steps(tmp_path):
+    """On a GPU the stall of a save is known after a later step."""
+    path = tmp_path / "metrics.jsonl"
+    saves = [{"event": "save", "step": number, "stall_seconds": 0.25} for number in (2, 4)]
+    lines = [step(1), step(2), step(3), saves[0], step(4), step(5), step(6), saves[1]]
+    write(path, *lines)
+    write(path, step(5, again=True), resume_step=4)
+    assert read_metrics(path) == [step(1), step(2), step(3), saves[0], step(4), saves[1], step(5, again=True)]
+    write(path, resume_step=2)
+    assert read_metrics(path) == [step(1), step(2), saves[0]]
+    assert path.read_bytes() == b"".join(json.dumps(line).encode() + b"\n" for line in [step(1), step(2), saves[0]])
+
+
 def test_fresh_run_drops_all_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, step(1), step(2))

@@ -163,6 +163,15 @@ def test_last_step_is_read_despite_truncated_line(tmp_path):
     assert directory.read_last_step() == 1999
 
 
+def test_last_step_is_that_of_a_step_though_the_event_of_an_earlier_save_follows(tmp_path):
+    directory = RunDirectory(tmp_path)
+    event = '{"event": "save", "step": 10, "stall_seconds": 0.1}\n'
+    directory.metrics.write_text('{"step": 10}\n{"step": 11}\n' + event)
+    assert directory.read_last_step() == 11
+    directory.metrics.write_text(event + "[1]\n7\n")
+    assert directory.read_last_step() is None
+
+
 def test_full_disk_at_lock_is_one_error_line(tmp_path, monkeypatch):
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -217,9 +217,9 @@ class Journal:
             if key in line and key not in left_out:
                 values.append(line[key])
 
-    def record_save_start(self, step: int, stall_seconds: float) -> None:
-        """Write the event "checkpoint save has begun" to `metrics.jsonl`. step: step of the checkpoint; stall_seconds:
-        time for which the save has held training up."""
+    def record_save_stall(self, step: int, stall_seconds: float) -> None:
+        """Write the event `save` to `metrics.jsonl`, called when the save's stall is known. step: step of the
+        checkpoint; stall_seconds: time for which the save has held training up."""
         self._write_line({"event": "save", "step": step, "stall_seconds": stall_seconds})
 
     def record_save_failure(self, step: int, reason: str) -> None:

@@ -24,19 +24,23 @@ class MetricsFile:
     line that could not be written (disk full) is retried with the next line.
 
     path: the file. resume_step: number of steps done in the checkpoint from which the run resumes, 0 for a fresh run;
-    lines of later steps are removed first.
+    lines and events of later steps are removed first.
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
         """Open the file. resume_step: number of steps done in the checkpoint from which the run resumes (0: a fresh
-        run); lines of later steps are cut off.
+        run); lines of later steps are removed.
 
         Raises OSError when the file cannot be opened.
         """
         self._waiting = b""
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            self._size = _count_bytes_to_keep(read_file(path, "metrics_bytes"), resume_step)
+            content = read_file(path, "metrics_bytes")
+            kept = _drop_later_steps(content, resume_step)
+            self._size = len(kept)
+            if not content.startswith(kept):
+                os.pwrite(self._descriptor, kept, 0)
             os.ftruncate(self._descriptor, self._size)  # in place: rewriting the file would need free space
         except OSError:
             os.close(self._descriptor)
@@ -71,15 +75,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [line for line in parsed if line is not None]
 
 
-def _count_bytes_to_keep(content: bytes, resume_step: int) -> int:
-    """Return the number of bytes to keep at the beginning of a metrics file. They end before the first line that is
-    incomplete or belongs to a step after `resume_step`. content: content of the file."""
-    kept = 0
-    for line in content.splitlines(keepends=True):
-        if not line.endswith(b"\n") or (parse_metrics_line(line) or {}).get("step", 0) > resume_step:
-            break
-        kept += len(line)
-    return kept
+def _drop_later_steps(content: bytes, resume_step: int) -> bytes:
+    """Return the content of a metrics file without incomplete lines and lines of steps after `resume_step`. An event
+    may follow lines of later steps than its own, as the stall of a save on a GPU is known only then."""
+    return b"".join(
+        line
+        for line in content.splitlines(keepends=True)
+        if line.endswith(b"\n") and (parse_metrics_line(line) or {}).get("step", 0) <= resume_step
+    )
 
 
 class SlowRankWatch:

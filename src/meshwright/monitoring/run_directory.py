@@ -150,7 +150,8 @@ class RunDirectory:
             return {}
 
     def read_last_step(self) -> int | None:
-        """Return the number of the last step in `metrics.jsonl`; None if the file has no step."""
+        """Return the number of the last step in `metrics.jsonl`; None if the file has no step. Events are skipped: they
+        may follow the lines of later steps."""
         try:
             with self.metrics.open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
@@ -159,8 +160,9 @@ class RunDirectory:
             return None
         for line in reversed(lines):
             try:
-                step = parse_json(line).get("step")
-            except (ValueError, AttributeError):
+                values = parse_json(line)
+                step = None if "event" in values else values.get("step")
+            except (ValueError, TypeError, AttributeError):
                 continue  # incomplete: the run was killed, or the read began inside the line
             if isinstance(step, int):
                 return step

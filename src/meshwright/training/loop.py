@@ -253,7 +253,7 @@ class Run:
                 self.checkpointer.reserve(self.trainer.slices(owned=True))  # no page faults in the first save
             self.trainer.task.prepare(RunStart(directory, self.agreement, self.saved_state, self.journal.log))
         self.trainer.before_update = self.checkpointer.wait_on_stream
-        self.checkpointer.on_stall = self.journal.record_save_start
+        self.checkpointer.on_stall = self.journal.record_save_stall
         problem = None
         try:
             layout = self.trainer.layout
