@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -277,6 +278,21 @@ def test_snapshot_of_gpu_state_is_pinned_and_copied_in_chunks(monkeypatch: pytes
     if refused is None:
         assert sum(runtime.registered.values()) == sum(state.nbytes for state in states)
     assert CHUNK_BYTES <= 2**30 and CHUNK_BYTES.bit_count() == 1 and CHUNK_BYTES % mmap.PAGESIZE == 0
+
+
+def test_snapshot_holds_its_sources_until_the_copies_are_complete(monkeypatch: pytest.MonkeyPatch):
+    """The clones of buffers that the next forward may change: a GPU reads them after `take` has returned."""
+    monkeypatch.setattr(torch.cuda, "Stream", CopyStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    for stream in (ComputeStream(), None):
+        monkeypatch.setattr(snapshot_module.backend, "current_stream", lambda device, stream=stream: stream)
+        clone = torch.randn(100).clone()
+        alive = weakref.ref(clone)
+        snapshot = SnapshotBuffers().take([TensorSlice("master", "running_mean", 0, 100, clone)])
+        del clone
+        assert (alive() is not None) == (stream is not None)
+        snapshot.wait()
+        assert alive() is None
 
 
 def test_snapshot_reuses_allocated_memory():

@@ -20,7 +20,7 @@ def wait_for_save(checkpointer: Checkpointer, agreement: Agreement) -> str | Non
         if not agreement.all_true(checkpointer.failed() is None):
             return abandon_save(checkpointer, agreement)
         if agreement.all_true(not busy):
-            checkpointer.wait()  # it has ended; its stall may still be reported
+            checkpointer.wait()  # reports the stall of the save, which has ended
             return None
         time.sleep(0.02)
 

@@ -24,10 +24,10 @@ class Snapshot:
     """Copy of slices of the training state in host memory.
 
     slices: the copied slices, whose tensors are views of `buffers`. buffers: one buffer per dtype, wider dtypes first.
-    sources: the tensors that are copied, which must not be freed before. stream: on CUDA, the stream that changes the
-    state. ready: on CUDA, the event that follows the last copy and must have completed before the buffers are read.
-    Both are None on CPUs. waits: events on `stream` before and after its wait for the copies; None before
-    `wait_on_stream`, and on CPUs."""
+    sources: on CUDA, the tensors that are copied, which must not be freed before the copies are complete; empty after
+    `wait`, and on CPUs. stream: on CUDA, the stream that changes the state. ready: on CUDA, the event that follows the
+    last copy and must have completed before the buffers are read. Both are None on CPUs. waits: events on `stream`
+    before and after its wait for the copies; None before `wait_on_stream`, and on CPUs."""
 
     slices: tuple[TensorSlice, ...]
     buffers: tuple[torch.Tensor, ...]
@@ -37,9 +37,11 @@ class Snapshot:
     waits: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def wait(self) -> None:
-        """Wait until the copies of this snapshot from the GPU to host memory are complete."""
+        """Wait until the copies of this snapshot from the GPU to host memory are complete, and release their
+        sources."""
         if self.ready is not None:
             self.ready.synchronize()
+        self.sources = ()
 
     def wait_on_stream(self) -> None:
         """Make the GPU, not the host, wait until the copies are complete; called before the state changes."""
@@ -99,7 +101,8 @@ class SnapshotBuffers:
                     copied.append(replace(item, tensor=view))
                     position += size
         ready = None if stream is None else self._copies.record_event()
-        return Snapshot(tuple(copied), tuple(used), tuple(item.tensor for item in slices), stream, ready)
+        sources = () if stream is None else tuple(item.tensor for item in slices)
+        return Snapshot(tuple(copied), tuple(used), sources, stream, ready)
 
     def _start_copies(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
         """Return a context manager in which copies are queued on the copy stream, after the work that is queued on
