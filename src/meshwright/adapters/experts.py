@@ -208,7 +208,8 @@ class _AddLowRankTerms(torch.autograd.Function):
         context.adapter = adapter
         starts, sizes = zip(*adapter.rows, strict=True)
         b_EZR = b.unflatten(0, (adapter.experts, -1))
-        return torch.ops.meshwright.add_expert_low_rank(y_NY, low, b_EZR, ends_E, starts, sizes)  # type: ignore[no-any-return]
+        sum_NY: torch.Tensor = torch.ops.meshwright.add_expert_low_rank(y_NY, low, b_EZR, ends_E, starts, sizes)
+        return sum_NY
 
     @staticmethod
     def backward(context: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

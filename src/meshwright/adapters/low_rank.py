@@ -141,7 +141,8 @@ class _AdaptedProduct(torch.autograd.Function):
         context.save_for_backward(x, weight, a, b, low, keys_BC)
         context.adapter, context.packed = adapter, packed
         starts, sizes = zip(*adapter.rows, strict=True)
-        return torch.ops.meshwright.add_low_rank(y, low, b, starts, sizes, adapter.scale)  # type: ignore[no-any-return]
+        adapted: torch.Tensor = torch.ops.meshwright.add_low_rank(y, low, b, starts, sizes, adapter.scale)
+        return adapted
 
     @staticmethod
     def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -53,7 +53,8 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site:
     sent = source.nbytes * (axis.size - 1) // axis.size
     call = _record_call("reduce_scatter", axis, site, source.nbytes, sent, source)
     if call is None:
-        return _copy_unless_shared(output, source.view(axis.size, n)[axis.rank])
+        _copy_unless_shared(output, source.view(axis.size, n)[axis.rank])
+        return DONE
     over, source = _redirect_source(call, _drop_source(call, source))
     return _post_call(lambda: transport.reduce_scatter(output, source, over), call, output, async_op)
 
@@ -69,7 +70,8 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str
     sent = output.nbytes * (axis.size - 1) // axis.size
     call = _record_call("all_gather", axis, site, output.nbytes, sent, output)
     if call is None:
-        return _copy_unless_shared(output.view(axis.size, n)[axis.rank], source)
+        _copy_unless_shared(output.view(axis.size, n)[axis.rank], source)
+        return DONE
     source = _drop_source(call, source)
     over, turned = call.redirect()
     if over is not axis:
@@ -215,16 +217,16 @@ def _copy_or_zero(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Han
     """Write to `output` the result of a call that is not made: on an axis of one rank `source`, under the injected
     fault "skip" zeros. Return a complete handle."""
     if axis.trivial:
-        return _copy_unless_shared(output, source)
-    output.zero_()
+        _copy_unless_shared(output, source)
+    else:
+        output.zero_()
     return DONE
 
 
-def _copy_unless_shared(output: torch.Tensor, source: torch.Tensor) -> Handle:
-    """Copy `source` to `output`, unless both are views of the same memory. Return a complete handle."""
+def _copy_unless_shared(output: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy `source` to `output`, unless both are views of the same memory."""
     if output.data_ptr() != source.data_ptr():
         output.view(-1).copy_(source.view(-1))
-    return DONE
 
 
 def _shift_by_one_rank(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -252,14 +254,13 @@ def _record_message(message: Message, axis: Axis) -> tuple[int, Callable[[], tup
     """
     calls = axis.communicator.calls
     tensor = message.tensor
-    site = message.site
     here = axis.ranks[axis.rank]
     there = axis.ranks[message.peer]
     sent = 0 if message.is_receive else tensor.nbytes
-    axis.communicator.record.count_call(site, "transfer", axis.name, tensor.nbytes, sent)
+    axis.communicator.record.count_call(message.site, "transfer", axis.name, tensor.nbytes, sent)
     pair = calls.register_group(axis.ranks, (there, here) if message.is_receive else (here, there))
-    number = calls.post(pair, site, "transfer", axis.name, tensor.nbytes, tensor.dtype, tensor.shape)
-    fault = axis.communicator.faults.match_call(site, "transfer") if message.is_receive else None
+    number = calls.post(pair, message.site, "transfer", axis.name, tensor.nbytes, tensor.dtype, tensor.shape)
+    fault = axis.communicator.faults.match_call(message.site, "transfer") if message.is_receive else None
     return number, partial(_name_message, message, axis, calls.count_calls(pair)), fault
 
 
@@ -269,10 +270,9 @@ def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
 
     index: number of the message, counted over all messages between these two ranks.
     """
-    peer = axis.ranks[message.peer]
     waits = "had nothing from" if message.is_receive else "had no reader for what it sends to"
     return (
-        f"rank {axis.ranks[axis.rank]} {waits} rank {peer}",
+        f"rank {axis.ranks[axis.rank]} {waits} rank {axis.ranks[message.peer]}",
         f"{message.site} ({message.name} over axis {axis.name}, message {index} between the two)",
     )
 

@@ -55,13 +55,11 @@ class Handle:
         if works and self._communicator is not None:
             self._communicator.calls.wait(self._call)
         try:
-            for work in works:
-                work.wait() if self._timeout is None else work.wait(self._timeout)
+            self._wait_for_transfers(works, self._timeout)
         except (RuntimeError, RankLost) as error:
             self._error = make_rank_lost_error(self._describe, error)
             raise self._error from error
         if works and self._communicator is not None:
-            self._communicator.calls.done(self._call)
             self._communicator.waited_seconds += time.perf_counter() - begun
         for finish in finishers:
             finish()
@@ -79,10 +77,18 @@ class Handle:
         seconds: limit of the wait for each transfer. On CUDA the backend's limit applies instead."""
         works, _ = self._take()
         with suppress(RuntimeError, RankLost):
-            for work in works:
-                work.wait() if self._timeout is None else work.wait(timedelta(seconds=seconds))
-            if works and self._communicator is not None:
-                self._communicator.calls.done(self._call)
+            self._wait_for_transfers(works, self._timeout and timedelta(seconds=seconds))
+
+    def _wait_for_transfers(self, works: Sequence[Any], timeout: timedelta | None) -> None:
+        """Wait for the transfers `works`, and record the end of the call in the flight recorder. timeout: limit of the
+        wait for each transfer (None: the backend's)."""
+        for work in works:
+            if timeout is None:
+                work.wait()
+            else:
+                work.wait(timeout)
+        if works and self._communicator is not None:
+            self._communicator.calls.done(self._call)
 
 
 DONE = Handle()

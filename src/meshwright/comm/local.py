@@ -54,7 +54,7 @@ PRELOADED_TO_SERVE = ("torch", "torch.distributed", "meshwright.serving.ranks")
 """Modules preloaded for the ranks of an inference server."""
 
 
-def find_socket_parent() -> str:
+def _find_socket_parent() -> str:
     """Return the directory in which to create private directories for Unix sockets. The result is the temporary
     directory, unless its path is so long that socket paths would exceed the limit of 108 bytes (unix(7)); else /tmp."""
     parent = tempfile.gettempdir()
@@ -165,7 +165,7 @@ class LocalRanks:
 
     def _start_ranks(self) -> None:
         """Fork the pool's rank processes and connect to them; raises RankLost if they do not start."""
-        self._directory = Path(tempfile.mkdtemp(prefix="meshwright-ranks-", dir=find_socket_parent()))
+        self._directory = Path(tempfile.mkdtemp(prefix="meshwright-ranks-", dir=_find_socket_parent()))
         for rank in range(self.world_size):
             self._rings[rank] = create_named_file(self._directory / f"calls-{rank}", rank, self.world_size)
         key = secrets.token_bytes(16)
@@ -299,9 +299,10 @@ def serve(descriptor: int, preloaded: Sequence[str]) -> None:
     descriptor: file descriptor of the socket with requests. preloaded: names of modules to import first.
     """
     connection = Connection(descriptor)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the starting process's to handle
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # so is this, which may come to all processes of a service
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended ranks leave no zombies
+    # The starting process handles an interrupt, and SIGTERM, which may come to all processes of a service. Without
+    # SIGCHLD ended ranks leave no zombies.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_IGN)
     for name in preloaded:
         importlib.import_module(name)
     # Collections are off while modules are imported, as they would free nothing. Those of ranks look through no module:

@@ -152,12 +152,11 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Posted]:
     complete.
     """
     if messages and axis.backends[messages[0].tensor.device.type] != "gloo":
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.irecv if m.is_receive else dist.isend, m.tensor, axis.ranks[m.peer], axis.group)
-                for m in messages
-            ]
-        )
+        operations = [
+            dist.P2POp(dist.irecv if m.is_receive else dist.isend, m.tensor, axis.ranks[m.peer], axis.group)
+            for m in messages
+        ]
+        works = dist.batch_isend_irecv(operations)
         # NCCL may coalesce them into one work.
         return [([work], None) for work in works] if len(works) == len(messages) else [(works, None)] * len(messages)
     group = axis.group
@@ -165,12 +164,12 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Posted]:
     posted: list[Posted | None] = [None] * len(messages)
     for at in sorted(range(len(messages)), key=lambda at: not messages[at].is_receive):  # receives first
         m = messages[at]
-        buffer = m.tensor.cpu()  # gloo sends host memory only; a tensor there is returned itself
-        if m.is_receive:
+        if m.is_receive:  # gloo sends host memory only
+            buffer = m.tensor if m.tensor.device.type == "cpu" else torch.empty_like(m.tensor, device="cpu")
             copy = None if buffer is m.tensor else partial(m.tensor.copy_, buffer)
             posted[at] = [group.recv([buffer], m.peer, MESSAGE_TAG)], copy
         else:
-            posted[at] = [group.send([buffer], m.peer, MESSAGE_TAG)], None
+            posted[at] = [group.send([m.tensor.cpu()], m.peer, MESSAGE_TAG)], None
     return [each for each in posted if each is not None]
 
 

@@ -108,8 +108,7 @@ class GradientAccumulator:
         for parameter, gradient in held:
             if self._place[parameter][0] not in coming:
                 self.accumulate(parameter, gradient)
-        complete = [name for name in running.order if name not in coming]
-        for name in complete:
+        for name in [name for name in running.order if name not in coming]:  # complete
             self._end_unit(name)
         running.order = [name for name in running.order if name in coming]
         running.held = [each for each in held if self._place[each[0]][0] in coming]
@@ -151,7 +150,10 @@ class GradientAccumulator:
             running.held.append((parameter, gradient))
             return
         view, stale = self._gradient_view(running, parameter)
-        view.copy_(gradient) if stale else view.add_(gradient)
+        if stale:
+            view.copy_(gradient)
+        else:
+            view.add_(gradient)
         del gradient
         self._mark_accumulated(running, parameter)
 

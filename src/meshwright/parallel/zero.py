@@ -253,7 +253,6 @@ class GradientReducer:
         """Start to reduce the gradient of the FSDP unit `name` over ranks. `last`: True if no further backward pass of
         this step adds to the gradient."""
         unit = self._units[name]
-        axes = unit.axes
         gradient = self.unsharded(name)
         first = name in self._stale
         self._stale.discard(name)
@@ -262,13 +261,14 @@ class GradientReducer:
         gradient.stale.clear()
         del self._open[name]  # the next pass must not write into a buffer that is being sent
         if unit.zero == 0:
-            handle = all_reduce(gradient.buffer, axes.data, GRADIENT_SITE, async_op=True)
-            self._in_flight.append((handle, lambda: None))
+            if not unit.axes.data.trivial:
+                handle = all_reduce(gradient.buffer, unit.axes.data, GRADIENT_SITE, async_op=True)
+                self._in_flight.append((handle, lambda: None))
             return
         while len(self._in_flight) >= REDUCTIONS_IN_FLIGHT:
             self._wait_for_oldest()
         output = unit.gradient if first else torch.empty_like(unit.gradient)
-        handle = reduce_scatter(output, gradient.buffer, axes.shard, GRADIENT_SITE, async_op=True)
+        handle = reduce_scatter(output, gradient.buffer, unit.axes.shard, GRADIENT_SITE, async_op=True)
         self._in_flight.append((handle, partial(self._add_to_shard, unit, output, gradient.buffer, last)))
 
     def _wait_for_oldest(self) -> None:
@@ -298,7 +298,6 @@ class GradientReducer:
             self._wait_for_oldest()
         for handle in self._replica_sums:
             handle.wait()
-        self._replica_sums.clear()
         for name in self._stale:
             self._units[name].gradient.zero_()  # no backward pass went through it
         tied = [

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
@@ -146,7 +146,9 @@ def list_states(
     `CATEGORY_OF_STATE`. flats: its flat parameter buffers; parameter_dtype, master_dtype: torch's type names;
     optimizer: such as "adamw"."""
 
-    def tensor(kind: str, name: str, numel: int, size: int | None = None, dtype: str = master_dtype) -> Any:
+    def make_tensor(
+        kind: str, name: str, numel: int, size: int | None = None, dtype: str = master_dtype
+    ) -> tuple[str, Allocation]:
         """Return the kind and a tensor of `numel` elements. size: its bytes; None: those of its type."""
         size = numel * ITEM_BYTES[dtype] if size is None else size
         return kind, Allocation(CATEGORY_OF_STATE[kind], name, (numel,), dtype, size)
@@ -154,17 +156,17 @@ def list_states(
     for flat in flats:
         here = flat.padded // (flat.shards if flat.zero == 3 else 1)
         size = flat.held_bytes(here, ITEM_BYTES[parameter_dtype]) + flat.scales
-        yield tensor("parameters", f"{flat.name}.parameters", here, size, flat.packed or parameter_dtype)
+        yield make_tensor("parameters", f"{flat.name}.parameters", here, size, flat.packed or parameter_dtype)
         if not flat.trainable:
             continue
         if parameter_dtype != master_dtype:
-            yield tensor("masters", f"{flat.name}.master", flat.held)
-        yield tensor("gradients", f"{flat.name}.gradient", flat.padded // (flat.shards if flat.zero >= 2 else 1))
+            yield make_tensor("masters", f"{flat.name}.master", flat.held)
+        yield make_tensor("gradients", f"{flat.name}.gradient", flat.padded // (flat.shards if flat.zero >= 2 else 1))
         for kind in optimizer_kinds(optimizer):
-            yield tensor("optimizer", f"{flat.name}.{kind}", flat.held)
+            yield make_tensor("optimizer", f"{flat.name}.{kind}", flat.held)
     for numel, count in gradient_buffers(flats).items():
         for number in range(count):
-            yield tensor("gradient_buffers", f"gradient_buffer.{number}", numel)
+            yield make_tensor("gradient_buffers", f"gradient_buffer.{number}", numel)
 
 
 def gradient_buffers(flats: Sequence[Flat]) -> dict[int, int]:

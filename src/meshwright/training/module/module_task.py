@@ -185,8 +185,7 @@ class ModuleTask:
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
         """Return buffers, and without an adapter frozen parameters, as checkpoint slices. owned: True to return only
         the slices that this rank writes (all on rank 0, none elsewhere); False to return all."""
-        kept = {each.name for each in self.derived.kept}
-        return [each for each in self.values.slices(owned) if each.name in kept]
+        return self.values.slices({each.name for each in self.derived.kept}, owned)
 
     def buffer_bytes(self) -> dict[str, int]:
         """Return {"buffers": bytes of all buffers and frozen parameters on this rank}."""

@@ -6,6 +6,8 @@ every step they are synchronized: floating-point buffers by their mean over rank
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 
@@ -98,14 +100,16 @@ class UntrainedTensors:
         """Return the size of all buffers and frozen parameters in bytes."""
         return sum(value.nbytes for value in list_untrained_tensors(self._module, saved=False).values())
 
-    def slices(self, owned: bool) -> list[TensorSlice]:
-        """Return all buffers and frozen parameters as checkpoint slices. owned: True to return only the slices that
-        this rank writes (all on rank 0, none elsewhere), on a GPU with copies of the buffers, since the next forward
-        may change these while the slices are copied to the host; False to return all."""
+    def slices(self, names: Collection[str], owned: bool) -> list[TensorSlice]:
+        """Return the buffers and frozen parameters called `names` as checkpoint slices. owned: True to return only the
+        slices that this rank writes (all on rank 0, none elsewhere), on a GPU with copies of the buffers, since the
+        next forward may change these while the slices are copied to the host; False to return all."""
         if owned and self._mesh.rank:
             return []
         slices, buffers = [], self._buffers()
         for name, value in list_untrained_tensors(self._module, saved=True).items():
+            if name not in names:
+                continue
             assert value.is_contiguous(), name
             if owned and name in buffers and backend.current_stream(value.device) is not None:
                 value = value.detach().clone()
