@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import machine, read_stored, write_result
+from common import read_stored, write_result
 from load_faults import disconnects, kills
 from load_overload import overload, retries
 from load_programs import clients, lm_eval, schema
@@ -107,14 +107,12 @@ def main() -> None:
             found = run_kills(options) if name == "kills" else run_part(name, options)
         except (ContenderFailed, RequestFailed, OSError) as error:
             found = {"passed": False, "failure": str(error)}
-        here = machine()
         part = {
             **found,
             "seconds": round(time.monotonic() - begun, 1),
             "date": datetime.date.today().isoformat(),
             "model": options.model,
             "dtype": choose_dtype(name, options),
-            "machine": ", ".join([here["cpu"], *here["flags"][-1:]]),
         }
         print(name, json.dumps(part, indent=1), flush=True)
         parts = read_stored(options.name).get("parts", {})  # now: another run may have written some meanwhile

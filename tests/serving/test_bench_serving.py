@@ -173,7 +173,7 @@ def test_parts_of_the_load_test_that_others_write_meanwhile_are_kept(
     load.main()
     parts = json.loads((tmp_path / "load.json").read_text())["parts"]
     assert {name: part["passed"] for name, part in parts.items()} == {"schema": True, "retries": False}
-    assert set(parts["schema"]) == {"passed", "seconds", "date", "model", "dtype", "machine"}
+    assert set(parts["schema"]) == {"passed", "seconds", "date", "model", "dtype"}
 
 
 def test_settings_of_a_contender_are_recorded_without_paths_of_the_machine(
