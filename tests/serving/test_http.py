@@ -559,12 +559,14 @@ def test_body_beyond_its_limits_is_refused(http: httpx.Client, served: tuple[Fak
 
 
 def test_compressed_body_is_refused_by_the_name_of_its_header(http: httpx.Client):
-    headers = {"content-encoding": "gzip", "content-type": "application/json"}
+    """Names of content codings are case-insensitive (RFC 9110, section 8.4.1)."""
+    headers = {"content-encoding": "GZip", "content-type": "application/json"}
     answer = http.post("/v1/completions", content=gzip.compress(b'{"prompt": "x"}'), headers=headers)
     assert answer.status_code == 415
     error = answer.json()["error"]
     assert error["code"] == "content_encoding" and "Content-Encoding 'gzip'" in error["message"]
-    assert http.post("/v1/completions", json={"prompt": "x"}, headers={"content-encoding": "identity"}).is_success
+    for coding in ("identity", "Identity", ""):
+        assert http.post("/v1/completions", json={"prompt": "x"}, headers={"content-encoding": coding}).is_success
 
 
 # --- streams and clients

@@ -158,12 +158,8 @@ class Answer:
             if choice.last_token > choice.first_token:
                 generation.tokens_per_second = (choice.completion_tokens - 1) / (choice.last_token - choice.first_token)
         if piece.finish_reason is not None:
-            if by_string:
-                generation.stopped = "stop"
-            elif by_token:
-                generation.stopped = "end"
-            else:
-                generation.stopped = "context" if self._cut else "length"
+            limit = "context" if self._cut else "length"
+            generation.stopped = "stop" if by_string else "end" if by_token else limit
         return piece.text
 
 
@@ -291,12 +287,9 @@ class Model:
                 "none is left for a new token; shorten the prompt"
             )
         ends = frozenset() if ignore_eos else (self._prompts.chat_ends if chat else self._prompts.ends)
+        known = frozenset(token for token in ends if token < self._prompts.vocabulary)
         try:
-            sampling = Sampling(
-                **chosen,
-                max_tokens=min(wanted, self._positions - len(tokens)),
-                stop_tokens=frozenset(token for token in ends if token < self._prompts.vocabulary),
-            )
+            sampling = Sampling(**chosen, max_tokens=min(wanted, self._positions - len(tokens)), stop_tokens=known)
             sampling.check_vocabulary(self._prompts.vocabulary)
         except (TypeError, AttributeError):
             raise UserError(f"options of generate: should be numbers, not {shorten_repr(chosen)}") from None

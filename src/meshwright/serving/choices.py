@@ -173,8 +173,7 @@ class Choice:
         self.prefill_seconds = output.prefill_seconds or self.prefill_seconds
         self._characters += len(text)
         self.completion_tokens += len(tokens)
-        if output.prompt_results is not None:
-            self.prompt_results = output.prompt_results
+        self.prompt_results = output.prompt_results or self.prompt_results
         if self._unsent_echo is not None:
             text = self._unsent_echo + text
             tokens = self._place_prompt() + tokens

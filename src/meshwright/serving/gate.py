@@ -129,7 +129,7 @@ class BodyReader:
         if "upgrade" in request.headers and "upgrade" in request.headers.get("connection", "").lower():
             # The HTTP parser would treat the body as data of the other protocol.
             raise ApiError(400, "only HTTP/1.1 is supported: do not send an Upgrade header", code="upgrade")
-        if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+        if (encoding := request.headers.get("content-encoding", "").strip().lower()) not in ("", "identity"):
             message = f"Content-Encoding {encoding[:100]!r} is not supported: send the body without compression"
             raise ApiError(415, message, code="content_encoding")
         try:

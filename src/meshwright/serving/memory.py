@@ -45,10 +45,8 @@ def parse_memory(text: str, host: HostMemory) -> int:
     if not unit and size < 2**20:
         raise UserError(f"--memory {text.strip()}: a fraction is at most 1, a size has a unit, such as {number:g}GiB")
     if size > host.available:
-        raise UserError(
-            f"--memory {text.strip()}: {host.available / GIB:.2f} GiB are available now, of the {host.source}'s "
-            f"{host.total / GIB:.2f} GiB"
-        )
+        available, total = (f"{each / GIB:.2f} GiB" for each in (host.available, host.total))
+        raise UserError(f"--memory {text.strip()}: {available} are available now, of the {host.source}'s {total}")
     return size
 
 

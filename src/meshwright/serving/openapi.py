@@ -14,11 +14,8 @@ from meshwright.serving.protocol.bodies import Body, GenerationBody
 _REFERENCE = "#/components/schemas/{model}"
 _TEXT_OR_NULL = {"type": ["string", "null"]}
 _FIELDS = {"message": {"type": "string"}, "type": {"type": "string"}, "param": _TEXT_OR_NULL, "code": _TEXT_OR_NULL}
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {"error": {"type": "object", "required": list(_FIELDS), "properties": _FIELDS}},
-}
+_DETAILS = {"type": "object", "required": list(_FIELDS), "properties": _FIELDS}
+_ERROR = {"type": "object", "required": ["error"], "properties": {"error": _DETAILS}}
 _ERRORS = {
     "401": "The API key is missing or wrong",
     "404": "The path or the model does not exist",

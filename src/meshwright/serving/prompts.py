@@ -158,10 +158,8 @@ class Prompts:
         """Raise PromptTooLong if a text of `count` characters must have more than `max_length` tokens, even if every
         token were as long as the longest in the vocabulary."""
         if count > self.max_length * self._longest_token:
-            raise PromptTooLong(
-                f"the prompt has {count:,} characters, more than the maximum length of {self.max_length:,} tokens can "
-                "hold"
-            )
+            limit = f"the maximum length of {self.max_length:,} tokens"
+            raise PromptTooLong(f"the prompt has {count:,} characters, more than {limit} can hold")
 
     def _require_chat(self) -> ExampleEncoder:
         """Return the encoder of conversations. Raises UserError if the model has no chat template."""

@@ -80,7 +80,8 @@ class LocalStarter:
         exception, or RankLost if a rank's process died. If the call is cancelled, all of these ranks are killed. plan:
         settings of the ranks."""
         count = Layout.parse(plan.layout).with_(dp=1).world_size
-        ranks = LocalRanks(count, plan.sizes.threads, plan.collective_seconds, BACKENDS[plan.device])
+        backend, threads = BACKENDS[plan.device], plan.sizes.threads
+        ranks = LocalRanks(count, threads=threads, timeout=plan.collective_seconds, backend=backend)
         call = run_in_daemon_thread(partial(ranks.run, SERVE_RANK, plan, replica, timeout=math.inf), "ranks")
         try:
             await asyncio.wrap_future(call)

@@ -235,11 +235,8 @@ class Replica:
         lengths = [len(each.request.tokens) + len(each.tokens) for each in self.streams.values()]
         tokens, longest = min(budget, sum(lengths)), max(lengths, default=0)
         predicted = self.step_times.predict(tokens, tokens * longest)
-        return max(
-            seconds * 2.0 ** min(self.hangs, MAX_DOUBLINGS),
-            TIMES_PREDICTED * predicted,
-            tokens * self.step_times.predict(1, longest),
-        )
+        one_by_one = tokens * self.step_times.predict(1, longest)
+        return max(seconds * 2.0 ** min(self.hangs, MAX_DOUBLINGS), TIMES_PREDICTED * predicted, one_by_one)
 
     def _predict_step(self) -> float:
         """Return the predicted seconds of a step with as many tokens and attended keys as the last step had."""

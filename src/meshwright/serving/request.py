@@ -66,10 +66,8 @@ class Request:
     def check_length(self, most: int) -> None:
         """Raise UserError if prompt and `max_tokens` together exceed `most` tokens."""
         if self.max_total_tokens > most:
-            raise UserError(
-                f"prompt of {len(self.tokens)} tokens + max_tokens {self.sampling.max_tokens}: should be at most "
-                f"{most} tokens together"
-            )
+            wanted = f"prompt of {len(self.tokens)} tokens + max_tokens {self.sampling.max_tokens}"
+            raise UserError(f"{wanted}: should be at most {most} tokens together")
 
 
 @dataclass(slots=True)

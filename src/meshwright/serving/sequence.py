@@ -57,9 +57,8 @@ class Sequence:
         lengths."""
         answer = answers.predict_length(self.answered, self.request.sampling.max_tokens)
         blocks = count_blocks(len(self.request.tokens) + answer)
-        return sum(
-            max(0, min(blocks, most) - len(held)) for most, held in zip(self.most_blocks, self.held, strict=True)
-        )
+        missing = [min(blocks, most) - len(held) for most, held in zip(self.most_blocks, self.held, strict=True)]
+        return sum(max(0, count) for count in missing)
 
     @property
     def answered(self) -> int:

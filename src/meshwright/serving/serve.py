@@ -276,8 +276,8 @@ def _make_replicas(model: _Settings, options: dict[str, Any], log: Callable[[str
         model.device if info is None else options.get("device", "auto"),
         options.get("batch_invariant", False), *model.kernels,
     )  # fmt: skip
-    prefix = "queue_"  # of the options that are limits of the queue
-    limits = QueueLimits(**{name.removeprefix(prefix): each for name, each in options.items() if prefix in name})
+    given = {"requests": options.get("queue_requests"), "seconds": options.get("queue_seconds")}
+    limits = QueueLimits(**{name: limit for name, limit in given.items() if limit is not None})
     if info is None:
         return Replicas(plan, LocalStarter(), limits=limits, log=log)
     host = rendezvous.parse_host_and_port(info.method)[0]

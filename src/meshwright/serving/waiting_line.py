@@ -173,10 +173,10 @@ class WaitingLine:
         # A place that is due may be its own even at a first attempt: some clients do not count attempts.
         place = next((each for each in same if not ticket.first_attempt or now >= each.due - EARLY_SECONDS), None)
         due = place is not None and now >= place.due - EARLY_SECONDS
-        own = max(1, requests), tokens
-        reason, seconds = self._find_limit(queue, *own, 0.0 if due else self._count_expected_before(place))
+        count = max(1, requests)
+        reason, seconds = self._find_limit(queue, count, tokens, 0.0 if due else self._count_expected_before(place))
         if due and reason:  # the engine is slower than predicted: places before it come first
-            _, seconds = self._find_limit(queue, *own, self._count_expected_before(place))
+            _, seconds = self._find_limit(queue, count, tokens, self._count_expected_before(place))
         if place is not None and due and (reason or requests):
             place.returned = True
         if not reason:
@@ -187,7 +187,7 @@ class WaitingLine:
         if place is None and ticket.key and self._count_places() >= MAX_PLACES and self._late:
             self._remove_place(next(iter(self._late)))
         if place is None and ticket.key and self._count_places() < MAX_PLACES:
-            place = _Place(ticket.key, next(self._counter), max(1, requests), tokens)
+            place = _Place(ticket.key, next(self._counter), count, tokens)
             self._places.setdefault(ticket.key, []).append(place)
         if place is not None:
             place.due = now + wait if due else min(place.due, now + wait)

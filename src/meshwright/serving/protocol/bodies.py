@@ -150,7 +150,7 @@ class GenerationBody(EndpointBody):
 
     max_tokens: parameters.TokenCount | None
     model: str | None = Field(None, description="name of the served model")
-    n: parameters.Choices = Field(1, description="choices for each prompt")
+    n: parameters.ChoiceCount = Field(1, description="choices for each prompt")
     temperature: parameters.Temperature = 1.0
     top_p: parameters.TopP = 1.0
     top_k: parameters.TopK = 0
@@ -274,7 +274,7 @@ class LlamaBody(PromptBody):
 class OpenAIBody(GenerationBody):
     """Base class of the bodies of OpenAI's `/v1/completions` and `/v1/chat/completions`: the fields of both."""
 
-    best_of: parameters.Choices | None = Field(None, description="must equal n")
+    best_of: parameters.ChoiceCount | None = Field(None, description="must equal n")
     stream_options: StreamOptions = Field(default_factory=lambda: StreamOptions.model_validate({}))
     return_token_ids: bool = Field(False, description="return the `token_ids` of each choice")
     return_tokens_as_token_ids: bool = Field(False, description="show a token in logprobs as token_id:7")

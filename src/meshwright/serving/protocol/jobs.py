@@ -62,12 +62,9 @@ def build_job(body: GenerationBody, prompts: Prompts, model: str, name: str) -> 
     max_tokens = min(body.default_tokens or room, room) if body.max_tokens is None else body.max_tokens
     if longest + max_tokens > prompts.max_length:
         option = type(body).model_fields["max_tokens"].alias or "max_tokens"
-        raise ApiError(
-            400,
-            f"the maximum length is {prompts.max_length} tokens: the prompt has {longest}, {option} is {max_tokens}",
-            param=option if longest <= prompts.max_length else "prompt",
-            code="context_length_exceeded",
-        )
+        text = f"the maximum length is {prompts.max_length} tokens: the prompt has {longest}, {option} is {max_tokens}"
+        wrong = option if longest <= prompts.max_length else "prompt"
+        raise ApiError(400, text, param=wrong, code="context_length_exceeded")
     if sum(len(tokens) for tokens, _ in inputs) * body.n > MAX_TOKENS:
         raise ApiError(400, f"n: the tokens of all prompts x n should be at most {MAX_TOKENS:,}", param="n")
     ends = prompts.chat_ends if isinstance(body, ChatBody) else prompts.ends

@@ -30,7 +30,7 @@ TopK = Annotated[int, Field(ge=-1, le=2**31 - 1, description="0 or -1: off")]
 MinP = Annotated[float, Field(ge=0, le=1, description="0: off")]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100, description="1: off")]
 AdditivePenalty = Annotated[float, Field(ge=-2, le=2, description="0: off")]
-Choices = Annotated[int, Field(ge=1, le=128)]
+ChoiceCount = Annotated[int, Field(ge=1, le=128)]
 
 # (values that are accepted because they change nothing, names of the fields); of OpenAI's API, vLLM and llama.cpp
 _FIELDS: tuple[tuple[tuple[Any, ...], str], ...] = (
