@@ -150,10 +150,10 @@ def main() -> None:
             raise SystemExit("no compiler")
         kernels.set_threads(arguments.threads)
         # 32 tokens of a step are reserved for decoding.
-        limits = ServingSizes(544, 32, 1024, blocks=2048, scored_rows=0)
+        sizes = ServingSizes(544, 32, 1024, blocks=2048, scored_rows=0)
         mesh = Mesh.single(device="cpu")
-        runner = NativeRunner(kernels, RankWeights(directory, mesh), mesh, dtype, limits)
-        engine = Engine(runner, build_scheduler(runner.config, limits))
+        runner = NativeRunner(kernels, RankWeights(directory, mesh), mesh, dtype, sizes)
+        engine = Engine(runner, build_scheduler(runner.config, sizes))
         for case in CASES:
             results[f"{dtype} {case}"] = measure_case(engine, kernels, case, arguments)
             print(dtype, case, results[f"{dtype} {case}"], file=sys.stderr, flush=True)

@@ -121,11 +121,11 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     kernels, mesh = open_kernels(), Mesh.single(device="cpu")
     kernels.set_threads(arguments.threads)
-    limits = ServingSizes(512, 8, 2048, blocks=256, scored_rows=0)
-    runner = NativeRunner(kernels, RankWeights(arguments.directory, mesh), mesh, arguments.dtype, limits)
+    sizes = ServingSizes(512, 8, 2048, blocks=256, scored_rows=0)
+    runner = NativeRunner(kernels, RankWeights(arguments.directory, mesh), mesh, arguments.dtype, sizes)
     if runner.config.experts or runner.config.latent:
         parser.error(f"{arguments.directory}: a dense model without latent attention is needed")
-    engine = Engine(runner, build_scheduler(runner.config, limits))
+    engine = Engine(runner, build_scheduler(runner.config, sizes))
     prompt = np.random.default_rng(0).integers(0, runner.config.vocabulary, arguments.context).tolist()
     engine.add(Request("0", tuple(prompt), Sampling(max_tokens=1024)))
     for _ in range(3):

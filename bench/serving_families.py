@@ -85,13 +85,13 @@ def make_model(name: str, directory: Path) -> ModelConfig:
 
 def make_engine_contender(directory: Path, dtype: str, threads: int, instruction_set: str | None) -> Generate:
     """Return the generator of the serving engine. instruction_set: `PLAIN_TORCH`: without kernels; None: with them."""
-    limits = ServingSizes(512, 8, 512, dtype, threads, blocks=64, scored_rows=0)
-    plan = RankPlan(str(directory), "dp1", limits, instruction_set=instruction_set)
+    sizes = ServingSizes(512, 8, 512, dtype, threads, blocks=64, scored_rows=0)
+    plan = RankPlan(str(directory), "dp1", sizes, instruction_set=instruction_set)
     runner = build_runner(plan, Mesh.single(device="cpu"))
     assert runner.version.startswith("torch") == (instruction_set == PLAIN_TORCH)
 
     def generate(prompt: list[int], count: int) -> tuple[float, float, list[int]]:
-        engine = Engine(runner, build_scheduler(runner.config, limits))
+        engine = Engine(runner, build_scheduler(runner.config, sizes))
         request = Request("0", tuple(prompt), Sampling(max_tokens=count))
         begun, times, tokens = time.perf_counter(), list[float](), list[int]()
         for output in run_requests(engine, [request]):

@@ -87,11 +87,11 @@ class RandomWeights(RankWeights):
 
 
 def build(
-    config: ModelConfig, dtype: torch.dtype, limits: ServingSizes, invariant: bool = False, graphs: bool = CUDA
+    config: ModelConfig, dtype: torch.dtype, sizes: ServingSizes, invariant: bool = False, graphs: bool = CUDA
 ) -> DeviceRunner:
     """A runner of random weights."""
     return DeviceRunner(
-        RandomWeights(config), Mesh.single(device=DEVICE), dtype, limits, device_operations,
+        RandomWeights(config), Mesh.single(device=DEVICE), dtype, sizes, device_operations,
         batch_invariant=invariant, graphs=graphs,
     )  # fmt: skip
 
@@ -106,14 +106,14 @@ def draw_prompts(config: ModelConfig, lengths: Sequence[int]) -> list[list[int]]
 
 def answer(
     runner: DeviceRunner,
-    limits: ServingSizes,
+    sizes: ServingSizes,
     prompts: Sequence[Sequence[int]],
     count: int,
     sampling: Sampling | None = None,
 ) -> dict[str, Any]:
     """Answers to all prompts at once, by default greedy with log-probabilities; times of first tokens and of
     everything."""
-    engine = Engine(runner, build_scheduler(runner.config, limits))
+    engine = Engine(runner, build_scheduler(runner.config, sizes))
     sampling = sampling or Sampling(max_tokens=count, logprobs=1)
     requests = [Request(str(number), tuple(prompt), sampling) for number, prompt in enumerate(prompts)]
     results: list[list[Any]] = [[] for _ in requests]
@@ -137,11 +137,11 @@ def logit_error(name: str, dtype: torch.dtype, invariant: bool) -> float:
     if config.sliding_window is not None:
         config = dataclasses.replace(config, sliding_window=40)
     chunk = 200 if CUDA else 48
-    limits = ServingSizes(chunk, 4, 384, blocks=64, scored_rows=chunk)
+    sizes = ServingSizes(chunk, 4, 384, blocks=64, scored_rows=chunk)
     weights, model = RandomWeights(config), Transformer(config, dtype=torch.float64)
     (prompt,) = draw_prompts(config, [300 if CUDA else 60])
-    runner = build(config, dtype, limits, invariant, graphs=False)
-    engine = Engine(runner, build_scheduler(config, limits))
+    runner = build(config, dtype, sizes, invariant, graphs=False)
+    engine = Engine(runner, build_scheduler(config, sizes))
     sampling = Sampling(max_tokens=6, logprobs=0, prompt_logprobs=0)
     scored, answered = list[Any](), list[Any]()
     for output in run_requests(engine, [Request("0", tuple(prompt), sampling)]):
@@ -170,35 +170,35 @@ def scout(layers: int, **changes: Any) -> ModelConfig:
 def medium(small: bool, kind: str = "llama") -> tuple[ModelConfig, ServingSizes]:
     """A model whose prompts span several sections of attention and whose products have splits. kind: "llama", "latent"
     (attention) or "chunks" (of attention)."""
-    sizes: dict[str, Any] = {"vocabulary": 300 if small else 32000, "max_positions": 384 if small else 2048}
+    changes: dict[str, Any] = {"vocabulary": 300 if small else 32000, "max_positions": 384 if small else 2048}
     budget, sequences, length, blocks = (128, 4, 384, 80) if small else (512, 32, 2048, 1024)
-    limits = ServingSizes(budget, sequences, length, blocks=blocks, scored_rows=0)
+    sizes = ServingSizes(budget, sequences, length, blocks=blocks, scored_rows=0)
     if kind == "latent":
         return dataclasses.replace(
-            preset("deepseek-v3-tiny" if small else "deepseek-v2-lite"), layers=3, **sizes
-        ), limits
+            preset("deepseek-v3-tiny" if small else "deepseek-v2-lite"), layers=3, **changes
+        ), sizes
     if kind == "chunks":
-        sizes["sliding_window"] = 100
+        changes["sliding_window"] = 100
         if small:
-            return dataclasses.replace(preset("llama4-tiny"), **sizes), limits
-        return scout(4, experts=4, **sizes), limits
-    config = dataclasses.replace(preset("llama-3.2-1b"), layers=4, **sizes)
+            return dataclasses.replace(preset("llama4-tiny"), **changes), sizes
+        return scout(4, experts=4, **changes), sizes
+    config = dataclasses.replace(preset("llama-3.2-1b"), layers=4, **changes)
     if small:
         config = dataclasses.replace(config, layers=1, hidden=64, heads=4, kv_heads=2, intermediate=96, head_dim=16)
-    return config, limits
+    return config, sizes
 
 
 def same_bits(small: bool, invariant: bool, kind: str) -> dict[str, int]:
     """Answers out of those to all prompts at once that differ, by what else is done."""
-    config, limits = medium(small, kind)
-    runner = build(config, torch.bfloat16 if CUDA else torch.float32, limits, invariant)
+    config, sizes = medium(small, kind)
+    runner = build(config, torch.bfloat16 if CUDA else torch.float32, sizes, invariant)
     count = 3 if small else 48
     prompts = draw_prompts(config, (290, 3, 40) if small else (700, 3, 900, 64, 257, 256, 1, 500, 33, 640, 120, 77))
-    together = answer(runner, limits, prompts, count)["results"]
-    found = {"alone": [answer(runner, limits, [each], count)["results"][0] for each in prompts]}
-    chunked = dataclasses.replace(limits, token_budget=limits.token_budget // 4 + 3)
+    together = answer(runner, sizes, prompts, count)["results"]
+    found = {"alone": [answer(runner, sizes, [each], count)["results"][0] for each in prompts]}
+    chunked = dataclasses.replace(sizes, token_budget=sizes.token_budget // 4 + 3)
     found["in chunks"] = answer(runner, chunked, prompts, count)["results"]
-    engine = answer(runner, limits, prompts[:1], count)["engine"]  # now its prefix cache contains the first prompt
+    engine = answer(runner, sizes, prompts[:1], count)["engine"]  # now its prefix cache contains the first prompt
     again = list(run_requests(engine, [Request("0", tuple(prompts[0]), Sampling(max_tokens=count, logprobs=1))]))
     assert sum(output.cached_tokens for output in again) > 0, "no prefix hit"
     hit = [(each.token, each.logprob, each.top) for output in again for each in output.results]
@@ -208,12 +208,12 @@ def same_bits(small: bool, invariant: bool, kind: str) -> dict[str, int]:
 
 def graphs_equal_eager(small: bool, invariant: bool, kind: str) -> bool:
     """Answers by replayed graphs have the bits of eager ones."""
-    config, limits = medium(small, kind)
+    config, sizes = medium(small, kind)
     prompts = draw_prompts(config, (5, 9) if small else (5, 300, 17, 60, 8))
     answers = []
     for graphs in (CUDA, False):
-        runner = build(config, torch.bfloat16 if CUDA else torch.float32, limits, invariant, graphs)
-        answers.append(answer(runner, limits, prompts, 3 if small else 24)["results"])
+        runner = build(config, torch.bfloat16 if CUDA else torch.float32, sizes, invariant, graphs)
+        answers.append(answer(runner, sizes, prompts, 3 if small else 24)["results"])
     return bool(answers[0] == answers[1])
 
 
@@ -244,9 +244,9 @@ def seconds_of(work: Any, times: int) -> float:
 def measure(config: ModelConfig, invariant: bool, small: bool) -> dict[str, Any]:
     """Times and rates of one model."""
     tokens = 8 if small else TOKENS
-    limits = ServingSizes(512, REQUESTS[-1], 2 * tokens, blocks=REQUESTS[-1] * 2 * tokens // 16 + 64, scored_rows=0)
+    sizes = ServingSizes(512, REQUESTS[-1], 2 * tokens, blocks=REQUESTS[-1] * 2 * tokens // 16 + 64, scored_rows=0)
     begun = time.perf_counter()
-    runner = build(config, torch.bfloat16 if CUDA else torch.float32, limits, invariant)
+    runner = build(config, torch.bfloat16 if CUDA else torch.float32, sizes, invariant)
     found: dict[str, Any] = {"seconds_to_build": round(time.perf_counter() - begun, 1)}
     chosen = config.experts_per_token / config.experts if config.experts else 1.0
     read = sum(
@@ -254,13 +254,13 @@ def measure(config: ModelConfig, invariant: bool, small: bool) -> dict[str, Any]
         for name, each in runner._model.named_parameters()
         if config.tied or "embedding" not in name
     )
-    found["bytes_of_a_token"] = read + runner.memory()["kv"] // (limits.blocks + 1) * (3 * tokens // 2 // 16)
+    found["bytes_of_a_token"] = read + runner.memory()["kv"] // (sizes.blocks + 1) * (3 * tokens // 2 // 16)
     for requests in REQUESTS[:1] if small else REQUESTS:
         prompts = draw_prompts(config, [tokens] * requests)
         for name, options in SAMPLINGS.items():
             sampling = Sampling(max_tokens=tokens, **options)
-            answer(runner, limits, prompts, 4, dataclasses.replace(sampling, max_tokens=4))
-            rounds = [answer(runner, limits, prompts, tokens, sampling) for _ in range(1 if small else 3)]
+            answer(runner, sizes, prompts, 4, dataclasses.replace(sampling, max_tokens=4))
+            rounds = [answer(runner, sizes, prompts, tokens, sampling) for _ in range(1 if small else 3)]
             seconds, first = (statistics.median(each) for each in (
                 [each["seconds"] for each in rounds], [max(each["first"]) for each in rounds]))  # fmt: skip
             found[f"{requests} requests{name}"] = {
@@ -334,16 +334,16 @@ def memory(config: ModelConfig) -> dict[str, Any]:
     """Peak of the allocated bytes over steps of the token budget and of 32 sequences, plus what CUDA takes beside the
     allocator (context, kernels), against the ledger of `serve`; all without KV blocks. Runs first, so that only the
     kernels of this one model are loaded."""
-    limits = ServingSizes(512, REQUESTS[-1], 1024, "bfloat16", blocks=1024)
-    (rank,) = device_ledger(config, Layout(), limits).stages
-    runner = build(config, torch.bfloat16, limits)
+    sizes = ServingSizes(512, REQUESTS[-1], 1024, "bfloat16", blocks=1024)
+    (rank,) = device_ledger(config, Layout(), sizes).stages
+    runner = build(config, torch.bfloat16, sizes)
     free_memory()  # of the random weights
     scored = Sampling(max_tokens=32, logprobs=1, prompt_logprobs=1, temperature=0.9, top_p=0.9)
     for sampling in (None, scored):
-        answer(runner, limits, draw_prompts(config, [400] * REQUESTS[-1]), 32, sampling)
+        answer(runner, sizes, draw_prompts(config, [400] * REQUESTS[-1]), 32, sampling)
     free, total = torch.cuda.mem_get_info()
     context = total - free - torch.cuda.memory_reserved()
-    peak = torch.cuda.max_memory_allocated() - limits.blocks * rank.kv_block
+    peak = torch.cuda.max_memory_allocated() - sizes.blocks * rank.kv_block
     return {"predicted": rank.fixed, "used": peak + context, "allocated_peak": peak, "context": context,
             "assumed_context": CONTEXT_BYTES}  # fmt: skip
 

@@ -113,10 +113,10 @@ def test_loss_is_sum_of_log_probabilities_from_server(place, checkpoint):
     result = run_evaluation(checkpoint, str(place / "texts.jsonl"), sequence=SEQUENCE, with_xz=False, device="cpu")
     config = config_from_path(checkpoint)
     _, tokens = prepare_held_out(checkpoint, config, str(place / "texts.jsonl"), SEQUENCE, lambda line: None)
-    limits = ServingSizes(13, 3, SEQUENCE + 1, blocks=40, scored_rows=0)
+    sizes = ServingSizes(13, 3, SEQUENCE + 1, blocks=40, scored_rows=0)
     engine = Engine(
-        build_runner(RankPlan(str(checkpoint), "dp1", limits), Mesh.single()),
-        build_scheduler(config, limits),
+        build_runner(RankPlan(str(checkpoint), "dp1", sizes), Mesh.single()),
+        build_scheduler(config, sizes),
     )
     echoed = []
     for batch in tokens.iterate_batches(2):

@@ -45,7 +45,7 @@ from tests.serving.pool_checks import check_scheduler
 from tests.serving.small_models import FAMILIES, small_config, write_model
 from tests.serving.step_batches import Chunk, make_batch
 
-LIMITS = ServingSizes(64, 6, 64, blocks=48)
+SIZES = ServingSizes(64, 6, 64, blocks=48)
 PROMPTS = [[7, 9, 250, 3], [100], np.random.default_rng(0).integers(0, 256, 37).tolist(), [5, 6]]
 SHAPES = ("llama-tiny", "mistral-tiny", "gpt2-tiny", "qwen3-moe-tiny", "deepseek-v3-tiny", "llama4-tiny")
 
@@ -70,7 +70,7 @@ def make_runner(
     mesh = Mesh.single()
     weights = RankWeights(directory, mesh)
     return DeviceRunner(
-        weights, mesh, dtype, LIMITS, device_reference, batch_invariant=batch_invariant, graphs=graphs
+        weights, mesh, dtype, SIZES, device_reference, batch_invariant=batch_invariant, graphs=graphs
     )  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def run_prompts(engine: Engine) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_tokens_are_those_of_the_cpu_runner(name: str, directories: Callable[[str], Path]):
-    expected = answer(build_runner(RankPlan(str(directories(name)), "dp1", LIMITS), Mesh.single()), 64)
+    expected = answer(build_runner(RankPlan(str(directories(name)), "dp1", SIZES), Mesh.single()), 64)
     runner = make_runner(directories(name), batch_invariant=name == "llama-tiny")
     assert answer(runner, 64) == answer(runner, 11) == expected
     assert len({token for each in expected for token in each}) > 3
@@ -109,10 +109,10 @@ def test_sampled_tokens_are_those_of_the_cpu_runner(name: str, directories: Call
     ]
     found = []
     for runner in (
-        build_runner(RankPlan(str(directories(name)), "dp1", LIMITS), Mesh.single()),
+        build_runner(RankPlan(str(directories(name)), "dp1", SIZES), Mesh.single()),
         make_runner(directories(name)),
     ):
-        outputs = list(run_requests(Engine(runner, build_scheduler(runner.config, LIMITS)), requests))
+        outputs = list(run_requests(Engine(runner, build_scheduler(runner.config, SIZES)), requests))
         scored = [each for output in outputs for each in output.prompt_results or () if each is not None]
         results = [(output.request_id, each) for output in outputs for each in output.results]
         found.append((results, [("prompt", each) for each in scored]))
@@ -127,7 +127,7 @@ def test_sampled_tokens_are_those_of_the_cpu_runner(name: str, directories: Call
 
 def test_closed_iterator_completes_the_step_that_was_launched_ahead(directories: Callable[[str], Path]):
     runner = make_runner(directories("llama-tiny"))
-    engine = Engine(runner, build_scheduler(runner.config, LIMITS))
+    engine = Engine(runner, build_scheduler(runner.config, SIZES))
     outputs = run_requests(engine, [Request("a", (3, 4, 5), Sampling(max_tokens=20))])
     for _ in range(3):
         next(outputs)
@@ -139,7 +139,7 @@ def test_closed_iterator_completes_the_step_that_was_launched_ahead(directories:
 
 def test_interrupt_of_a_step_is_raised_as_it_is(directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch):
     runner = make_runner(directories("llama-tiny"))
-    engine = Engine(runner, build_scheduler(runner.config, LIMITS))
+    engine = Engine(runner, build_scheduler(runner.config, SIZES))
     outputs = run_requests(engine, [Request("a", (3, 4, 5), Sampling(max_tokens=20))])
     next(outputs)
 
@@ -183,9 +183,9 @@ def test_attention_gets_the_longest_context_of_the_step(directories: Callable[[s
 def test_padding_does_not_touch_blocks_of_sequences(directories: Callable[[str], Path]):
     runner = make_runner(directories("llama-tiny"))
     runner.run(make_batch([Chunk(PROMPTS[2], 0, [3, 4, 5])]))
-    keys = runner._cache[0][0][: LIMITS.blocks * 16].clone()
+    keys = runner._cache[0][0][: SIZES.blocks * 16].clone()
     runner.run(make_batch([Chunk([1], 0, [number]) for number in (10, 11, 12)]))
-    changed = (runner._cache[0][0][: LIMITS.blocks * 16] != keys).flatten(1).any(1).nonzero()[:, 0].tolist()
+    changed = (runner._cache[0][0][: SIZES.blocks * 16] != keys).flatten(1).any(1).nonzero()[:, 0].tolist()
     assert changed == [160, 176, 192]
 
 
@@ -226,7 +226,7 @@ def test_graphs_are_captured_for_padded_sizes_and_replayed(
     assert sorted(runner._graphs) == [1, 2, 4, 8]
     assert sampled == [1]  # its kernels are compiled, too
     caches = [each for pair in runner._cache for each in pair]
-    assert not any(each[: LIMITS.blocks * 16].any() for each in caches)  # capturing touches the padding's block alone
+    assert not any(each[: SIZES.blocks * 16].any() for each in caches)  # capturing touches the padding's block alone
     assert answer(runner, 64) == answer(make_runner(directories("llama-tiny")), 64)
     assert set(replays) == {1, 2, 4}
     assert {(graph.sizes.context, graph.sizes.decoding) for graph, _ in runner._graphs.values()} == {(64, True)}
@@ -236,7 +236,7 @@ def answer_on_rank(directory: str, layout: str) -> tuple[list[list[int]], dict[s
     """Answers, bytes by kind and stage of one of several ranks."""
     mesh = Mesh.create(Layout.parse(layout))
     weights = RankWeights(Path(directory), mesh)
-    runner = DeviceRunner(weights, mesh, torch.float32, LIMITS, device_reference, graphs=False)
+    runner = DeviceRunner(weights, mesh, torch.float32, SIZES, device_reference, graphs=False)
     runner._warm_up()  # the warm-up steps, which also on a GPU capture nothing here
     scheduler = build_scheduler(runner.config, ServingSizes(11, 6, 64, blocks=48), groups=mesh.pp.size)
     engine = Engine(runner, scheduler) if mesh.pp.size == 1 else PipelineEngine(runner, scheduler, mesh)
@@ -258,7 +258,7 @@ def test_two_ranks_answer_like_one(layout: str, name: str, two: LocalRanks, dire
     changes = {"experts": 4} if "ep" in layout else {}
     directory = directories(name, **changes)
     expected = answer(make_runner(directory), 11)
-    stages = device_ledger(small_config(name, **changes), Layout.parse(layout), LIMITS).stages
+    stages = device_ledger(small_config(name, **changes), Layout.parse(layout), SIZES).stages
     for answers, memory, stage in two.run(answer_on_rank, str(directory), layout):
         assert answers == expected
         check_memory(memory, stages[stage])
@@ -269,9 +269,9 @@ def score_in_bfloat16(directory: str, layout: str) -> dict[str, np.ndarray]:
     """Logits of a prompt on one rank in bfloat16, by the runner of a GPU and by that of a CPU."""
     mesh = Mesh.single() if layout == "dp1" else Mesh.create(Layout.parse(layout))
     device = DeviceRunner(
-        RankWeights(Path(directory), mesh), mesh, torch.bfloat16, LIMITS, device_reference, graphs=False
+        RankWeights(Path(directory), mesh), mesh, torch.bfloat16, SIZES, device_reference, graphs=False
     )
-    runners = {"gpu": device, "cpu": build_runner(RankPlan(directory, layout, replace(LIMITS, dtype="bfloat16")), mesh)}
+    runners = {"gpu": device, "cpu": build_runner(RankPlan(directory, layout, replace(SIZES, dtype="bfloat16")), mesh)}
     tables = len(block_tables(device.config, 1).windows)
     batch, found = make_batch([Chunk(PROMPTS[2], 0, [3, 4, 5])], tables=tables), dict[str, np.ndarray]()
     for kind, runner in runners.items():
@@ -307,14 +307,14 @@ def test_norms_of_queries_and_keys_in_bfloat16_are_as_exact_as_the_models(
 
 
 def check_memory(memory: dict[str, int], rank: RankLedger) -> None:
-    assert memory["kv"] == LIMITS.blocks * rank.kv_block
+    assert memory["kv"] == SIZES.blocks * rank.kv_block
     assert (memory["weights"], memory["workspace"]) == (rank.weights, rank.workspace)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_predicted_memory_matches_allocation(name: str, directories: Callable[[str], Path]):
     memory, config = make_runner(directories(name)).memory(), small_config(name)
-    check_memory(memory, device_ledger(config, Layout(), LIMITS).stages[0])
+    check_memory(memory, device_ledger(config, Layout(), SIZES).stages[0])
     deep = 3 if len({config.layer_window(layer) for layer in range(3)}) == 1 else 1  # layers of a block
     cached = config.latent.cached_dim if config.latent else 2 * config.kv_heads * config.head_dim
     assert memory["kv"] == 48 * 16 * deep * cached * 4
@@ -328,13 +328,13 @@ def test_unsupported_configurations_on_gpu_are_refused(
 ):
     mesh, directory = Mesh.single(device="cuda"), directories("llama-tiny")
     with pytest.raises(UserError, match="dtype float64: on a GPU serving takes float32, bfloat16, float16"):
-        build_runner(RankPlan(str(directory), "dp1", replace(LIMITS, dtype="float64")), mesh)
+        build_runner(RankPlan(str(directory), "dp1", replace(SIZES, dtype="float64")), mesh)
     monkeypatch.setitem(sys.modules, "triton", None)
     for name in ("triton_attention", "triton_kernels", "device_operations"):
         monkeypatch.delitem(sys.modules, f"meshwright.kernels.{name}", raising=False)
         monkeypatch.delattr(kernels, name, raising=False)
     with pytest.raises(UserError, match="serving on a GPU needs triton: run pip install triton"):
-        build_runner(RankPlan(str(directory), "dp1", LIMITS), mesh)
+        build_runner(RankPlan(str(directory), "dp1", SIZES), mesh)
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -345,7 +345,7 @@ def test_step_on_cuda_tensors_has_no_host_synchronisation(name: str, batch_invar
     with FakeTensorMode(allow_non_fake_inputs=True), _Indexing():
         runner = DeviceRunner(
             _NoTensors(config, expert_ranks=2 if config.experts and batch_invariant else 0), Mesh.single(device=device),
-            torch.bfloat16, LIMITS, device_reference, batch_invariant=batch_invariant, graphs=False,
+            torch.bfloat16, SIZES, device_reference, batch_invariant=batch_invariant, graphs=False,
         )  # fmt: skip
         for sizes in (StepSizes(4, 4, 4, 64, decoding=True), StepSizes(20, 7, 3, 37)):
             logits = runner.compute(sizes)
@@ -399,10 +399,10 @@ class _Launches:
 def test_tensors_of_a_step_fit_predicted_slack(name: str):
     config = small_config(name, hidden=256, vocabulary=997) if name == "llama-tiny" else small_config(name)
     device, budget = torch.device("cuda", 0), 512
-    limits = ServingSizes(budget, 6, 64, blocks=48)
+    sizes = ServingSizes(budget, 6, 64, blocks=48)
     with FakeTensorMode(allow_non_fake_inputs=True), _Indexing():
         runner = DeviceRunner(
-            _NoTensors(config), Mesh.single(device=device), torch.bfloat16, limits, _Launches(), graphs=False
+            _NoTensors(config), Mesh.single(device=device), torch.bfloat16, sizes, _Launches(), graphs=False
         )
         older = *runner._model.parameters(), *runner._cache, runner._numbers, runner._tables
         with torch.inference_mode(), _Peak(older) as peak:

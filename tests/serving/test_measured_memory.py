@@ -25,7 +25,7 @@ from tests.serving import small_models
 from tests.serving.small_models import NEEDS_COMPILER, write_model
 
 BLOCKS, TOKENS, SEQUENCES, LENGTH = 5, 40, 8, 64
-LIMITS = ServingSizes(TOKENS, SEQUENCES, LENGTH, blocks=BLOCKS, scored_rows=40)
+SIZES = ServingSizes(TOKENS, SEQUENCES, LENGTH, blocks=BLOCKS, scored_rows=40)
 
 
 def small_config(name: str) -> ModelConfig:
@@ -38,7 +38,7 @@ def measure(directory: str, layout: str, dtype: str, kernels: str | None = None)
     config = small_config(Path(directory).name)
     parsed = serving_layout(layout, config)
     mesh = Mesh.single(parsed) if parsed.world_size == 1 else Mesh.create(parsed)
-    plan = RankPlan(directory, layout, replace(LIMITS, dtype=dtype), instruction_set=kernels)
+    plan = RankPlan(directory, layout, replace(SIZES, dtype=dtype), instruction_set=kernels)
     memory = build_runner(plan, mesh).memory()
     mesh.close()
     return mesh.pp.rank, memory

@@ -38,7 +38,7 @@ from tests.serving.pool_checks import check_scheduler
 from tests.serving.small_models import NEEDS_COMPILER, small_config, write_model
 
 LENGTH, MOST_TOKENS, MOST_SEQUENCES, MOST_BLOCKS = 112, 40, 6, 40
-LIMITS = ServingSizes(MOST_TOKENS, MOST_SEQUENCES, LENGTH, blocks=MOST_BLOCKS, scored_rows=0)
+SIZES = ServingSizes(MOST_TOKENS, MOST_SEQUENCES, LENGTH, blocks=MOST_BLOCKS, scored_rows=0)
 
 
 @dataclass
@@ -62,7 +62,7 @@ def make_runner(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str,
 
     def make(name: str, dtype: str, kernels: str | None) -> Runner:
         directory = write_model(tmp_path_factory.mktemp("model") / name, small_config(name, max_positions=128))
-        plan = RankPlan(str(directory), "dp1", replace(LIMITS, dtype=dtype), instruction_set=kernels)
+        plan = RankPlan(str(directory), "dp1", replace(SIZES, dtype=dtype), instruction_set=kernels)
         return build_runner(plan, Mesh.single())
 
     return make
@@ -93,7 +93,7 @@ def draw_requests(draw: random.Random, vocabulary: int) -> list[Request]:
 
 def run_alone(runner: Runner, request: Request) -> Answer:
     """The answer to a request in an empty engine with the whole pool and the largest steps."""
-    engine, answer = Engine(runner, build_scheduler(runner.config, LIMITS)), Answer()
+    engine, answer = Engine(runner, build_scheduler(runner.config, SIZES)), Answer()
     engine.add(request)
     while not engine.idle:
         for output in engine.step():
@@ -120,8 +120,8 @@ def run_load(runner: Runner, seed: int, same: Callable[[Answer, Answer], bool] =
     budget = draw.randint(sequences, MOST_TOKENS)
     least = sum(max_blocks_held(LENGTH, block_tables(runner.config, 1).windows, budget))
     blocks = draw.randint(least, min(2 * least, MOST_BLOCKS))
-    limits = ServingSizes(budget, sequences, LENGTH, blocks=blocks, scored_rows=0)
-    scheduler = build_scheduler(runner.config, limits)
+    sizes = ServingSizes(budget, sequences, LENGTH, blocks=blocks, scored_rows=0)
+    scheduler = build_scheduler(runner.config, sizes)
     predicted = draw.choice([0.0, 0.0, 1.0])  # share of max_tokens; with 0, more sequences are admitted and pause
     engine, answers = Engine(runner, scheduler), {request.id: Answer() for request in requests}
     arrivals = sorted((draw.randint(0, 12), number) for number in range(len(requests)))
@@ -140,7 +140,7 @@ def run_load(runner: Runner, seed: int, same: Callable[[Answer, Answer], bool] =
         tick += 1
         assert tick < 2000, "the engine does not end"
     stats = scheduler.stats
-    assert stats["free"] + stats["cached"] == limits.blocks and stats["held"] == 0
+    assert stats["free"] + stats["cached"] == sizes.blocks and stats["held"] == 0
     for request in requests:
         alone, answer = run_alone(runner, request), answers[request.id]
         if answer.reason == "cancelled":
@@ -192,7 +192,7 @@ class OverwritingRunner(DeviceRunner):
 def test_answers_of_steps_launched_ahead_equal_those_of_requests_alone(seeds: list[int], tmp_path: Path):
     weights = RankWeights(write_model(tmp_path, small_config("qwen2-tiny", max_positions=128)), Mesh.single())
     runner = OverwritingRunner(
-        weights, Mesh.single(), torch.float32, LIMITS, device_reference, batch_invariant=True, graphs=False
+        weights, Mesh.single(), torch.float32, SIZES, device_reference, batch_invariant=True, graphs=False
     )
     happened = Counter[str]()
     for seed in seeds:

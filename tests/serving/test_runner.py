@@ -35,7 +35,7 @@ from tests.serving.pool_checks import check_scheduler
 from tests.serving.small_models import FAMILIES, NEEDS_COMPILER, small_config, write_model
 from tests.serving.step_batches import Chunk, make_batch, read_in_pieces
 
-LIMITS = ServingSizes(64, 8, 64, blocks=128)
+SIZES = ServingSizes(64, 8, 64, blocks=128)
 PROMPTS = [[7, 9, 250, 3], [100], [int(token) for token in np.random.default_rng(0).integers(0, 256, 21)]]
 KINDS = ["torch", pytest.param("kernels", marks=NEEDS_COMPILER)]
 INVARIANT = [
@@ -69,8 +69,8 @@ def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bu
     if request.param == "torch":
         monkeypatch.setattr(runners, "load_kernels", lambda instruction_set: None)
 
-    def make(directory: Path, dtype: str = "float32", threads: int = 1, limits: ServingSizes = LIMITS) -> Runner:
-        sizes = dataclasses.replace(limits, dtype=dtype, threads=threads)
+    def make(directory: Path, dtype: str = "float32", threads: int = 1, sizes: ServingSizes = SIZES) -> Runner:
+        sizes = dataclasses.replace(sizes, dtype=dtype, threads=threads)
         built = build_runner(RankPlan(str(directory), "dp1", sizes), Mesh.single())
         assert built.version.startswith("torch") == (request.param == "torch")
         return built
@@ -87,8 +87,8 @@ def run_greedily(
     runner: Runner, prompts: Sequence[Sequence[int]], budget: int = 64, count: int = 8, blocks: int = 128
 ) -> list[list[TokenResult]]:
     """Tokens of the answers to all prompts at once, with their log-probabilities and those of two alternatives."""
-    limits = dataclasses.replace(LIMITS, token_budget=budget, blocks=blocks)
-    engine = Engine(runner, build_scheduler(runner.config, limits))
+    sizes = dataclasses.replace(SIZES, token_budget=budget, blocks=blocks)
+    engine = Engine(runner, build_scheduler(runner.config, sizes))
     requests = [
         Request(str(number), tuple(prompt), Sampling(max_tokens=count, logprobs=2))
         for number, prompt in enumerate(prompts)
@@ -118,11 +118,11 @@ def test_latent_attention_caches_one_vector_per_token_and_layer(
 ):
     """In place of the keys and values of all heads, in as many bytes as the ledger has; kernels pad the vector."""
     runner = build(directories(name), "bfloat16")
-    sizes = dataclasses.replace(LIMITS, dtype="bfloat16")
+    sizes = dataclasses.replace(SIZES, dtype="bfloat16")
     plain = runner.version.startswith("torch")
     ledger = (torch_ledger if plain else serving_ledger)(runner.config, Layout(), sizes)
     vector = 16 + 8 if plain else 32
-    assert runner.memory()["kv"] == LIMITS.blocks * ledger.kv_block == LIMITS.blocks * 16 * 3 * vector * 2
+    assert runner.memory()["kv"] == SIZES.blocks * ledger.kv_block == SIZES.blocks * 16 * 3 * vector * 2
     assert runner.memory()["weights"] == ledger.stages[0].weights
 
 
@@ -153,7 +153,7 @@ def test_norms_over_ranks_match_float64_without_temporaries_of_the_whole_step():
 def test_plain_torch_runs_where_the_plan_names_it(directories: Callable[[str], Path]):
     """A server without a compiler names it in the plan, so that no rank uses its own kernels."""
     runner = build_runner(
-        RankPlan(str(directories("llama-tiny")), "dp1", LIMITS, instruction_set=PLAIN_TORCH), Mesh.single()
+        RankPlan(str(directories("llama-tiny")), "dp1", SIZES, instruction_set=PLAIN_TORCH), Mesh.single()
     )
     assert runner.version.startswith("torch")
 
@@ -198,7 +198,7 @@ def test_answers_are_independent_of_load_budget_and_prefix_hits(
     assert together == run_greedily(runner, prompts, budget=9) == [run_greedily(runner, [each])[0] for each in prompts]
     few = sum(max_blocks_held(len(long) + 8, block_tables(runner.config, 1).windows, 9))  # blocks of one of them
     assert run_greedily(runner, prompts, budget=9, blocks=few) == together
-    engine = Engine(runner, build_scheduler(runner.config, LIMITS))
+    engine = Engine(runner, build_scheduler(runner.config, SIZES))
     request = Request("again", tuple(long), Sampling(max_tokens=5, logprobs=2))
     first, second = (list(run_requests(engine, [request])) for _ in range(2))
     assert [output.results for output in second] == [output.results for output in first]
@@ -210,14 +210,14 @@ def test_memory_of_a_tied_head_counts_one_matrix(directories: Callable[[str], Pa
     sizes = []
     for tied in (True, False):
         directory = write_model(tmp_path / str(tied), small_config("llama-tiny", tied=tied))
-        sizes.append(build_runner(RankPlan(str(directory), "dp1", LIMITS), Mesh.single()).memory())
+        sizes.append(build_runner(RankPlan(str(directory), "dp1", SIZES), Mesh.single()).memory())
     config = small_config("llama-tiny")
     assert sizes[1]["weights"] - sizes[0]["weights"] == 4 * config.vocabulary * config.hidden
     assert sizes[1]["packed"] == sizes[0]["packed"]
 
 
 def test_other_dtypes_run_in_plain_torch(directories: Callable[[str], Path]):
-    sizes = dataclasses.replace(LIMITS, dtype="float64")
+    sizes = dataclasses.replace(SIZES, dtype="float64")
     runner = build_runner(RankPlan(str(directories("llama-tiny")), "dp1", sizes), Mesh.single())
     assert runner.version.startswith("torch")
     model, _ = load_huggingface(directories("llama-tiny"), torch.float64)

@@ -128,8 +128,8 @@ def test_every_answer_equals_isolated_request_and_blocks_are_conserved(
     max_sequences = max(max_sequences, groups)
     longest = BLOCK_TOKENS * 7
     blocks = sum(max_blocks_held(longest, windows, max_sequences + more_tokens)) + more_blocks
-    limits = ServingSizes(max_sequences + more_tokens, max_sequences, longest, blocks=blocks, scored_rows=0)
-    scheduler = Scheduler(limits, windows, groups)
+    sizes = ServingSizes(max_sequences + more_tokens, max_sequences, longest, blocks=blocks, scored_rows=0)
+    scheduler = Scheduler(sizes, windows, groups)
     scheduler._answers.ratio = share  # with 0, more sequences are admitted and pause
     runner = HashRunner(blocks, windows)
     answers = {request.id: Answer() for request in wanted}

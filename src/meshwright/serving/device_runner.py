@@ -61,19 +61,19 @@ class DeviceRunner:
     interface `Runner`; `instruction_set` is the GPU's name, `version` the versions of torch and Triton.
 
     weights: reader of this rank's weights. mesh: gives the device and the axes tp, pp, and ep inside tp. dtype: dtype
-    of parameters and KV cache. limits: sizes of KV pool and buffers. operations: the module `device_operations`, or one
+    of parameters and KV cache. sizes: sizes of KV pool and buffers. operations: the module `device_operations`, or one
     with the same functions. batch_invariant: True: the bits of a sequence's results do not depend on the rest of the
     batch. False, which is faster: torch chooses the kernels of matrix products by the number of tokens, and attention
     tiles are smaller in steps of decode tokens alone. graphs: True: capture decode steps as CUDA graphs.
     """
 
     def __init__(
-        self, weights: RankWeights, mesh: Mesh, dtype: torch.dtype, limits: ServingSizes, operations: ModuleType, *,
+        self, weights: RankWeights, mesh: Mesh, dtype: torch.dtype, sizes: ServingSizes, operations: ModuleType, *,
         batch_invariant: bool = False, graphs: bool = True,
     ) -> None:  # fmt: skip
         """Load the weights, allocate KV pool and buffers, compile the kernels and capture the CUDA graphs; arguments:
         see the class."""
-        self.config, self._stage, self._limits = weights.config, weights.stage, limits
+        self.config, self._stage, self._sizes = weights.config, weights.stage, sizes
         self._operations, self._invariant, self._device = operations, batch_invariant, mesh.device
         self._tensor = OrderedTensorParallel(mesh)
         self.instruction_set = torch.cuda.get_device_name(self._device) if torch.cuda.is_available() else "cpu"
@@ -86,28 +86,28 @@ class DeviceRunner:
         self._layers = DeviceLayers(self.config, operations, self._tensor, batch_invariant, weights.first_expert)
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
         prepare_parameters(self._model, self.config, kv_heads)
-        tables = make_position_tables(self.config, self._stage.layers, limits.max_length, self._device)
+        tables = make_position_tables(self.config, self._stage.layers, sizes.max_length, self._device)
         self._rotations: dict[Any, Any] = {None: None, **tables}
         self._block_tables = block_tables(self.config, mesh.pp.size)
         tensors, *vectors = find_cached_shape(self.config, kv_heads)
-        shape = tensors, (limits.blocks + 1) * BLOCK_TOKENS, *vectors  # the last block is for padding tokens
+        shape = tensors, (sizes.blocks + 1) * BLOCK_TOKENS, *vectors  # the last block is for padding tokens
         depth = self._block_tables.depths[self._stage.index]
         self._cache = [self._zeros(*shape, dtype=dtype) for _ in range(depth)]
         self._attention = AttentionSizes.find(self.config, mesh.tp.size)
-        self._sizes = [1 << power for power in range((limits.max_sequences - 1).bit_length() + 1)]
-        width = max(limits.token_budget, limits.logit_rows, self._sizes[-1])
+        self._padded_tokens = [1 << power for power in range((sizes.max_sequences - 1).bit_length() + 1)]
+        width = max(sizes.token_budget, sizes.logit_rows, self._padded_tokens[-1])
         many = len(self._block_tables.windows)
-        listed = self._sizes[-1], many, -(-limits.max_length // BLOCK_TOKENS)
+        listed = self._padded_tokens[-1], many, -(-sizes.max_length // BLOCK_TOKENS)
         # Rows of `numbers`: tokens, positions, output rows, the three of tiles, slots of each block table.
         self._numbers, self._tables = (self._zeros(*size, dtype=torch.int32) for size in ((6 + many, width), listed))
         pinned = torch.cuda.is_available()
         # Of two steps in turn: the next one is written while the copies of the last one may be queued.
-        self._draws = self._zeros(3 * limits.logit_rows, dtype=torch.float64)
+        self._draws = self._zeros(3 * sizes.logit_rows, dtype=torch.float64)
         copied = self._numbers, self._tables, self._draws
         self._staged = [
             [torch.zeros(each.shape, dtype=each.dtype, pin_memory=pinned) for each in copied] for _ in range(2)
         ]
-        tile = self._attention.count_scratch(limits.max_length)
+        tile = self._attention.count_scratch(sizes.max_length)
         self._scratch = (
             self._zeros(max(SCRATCH_BYTES // 4, tile), dtype=torch.float32),
             self._zeros(width * self._attention.groups, dtype=torch.int32),
@@ -122,10 +122,10 @@ class DeviceRunner:
         graphs and sampling take from the caching allocators is not counted."""
         tables = [self._numbers, self._tables, *self._scratch, self._draws]
         tables += [table for pair in self._rotations.values() if pair for table in pair]
-        padding = sum(each.nbytes for each in self._cache) // (self._limits.blocks + 1)
+        padding = sum(each.nbytes for each in self._cache) // (self._sizes.blocks + 1)
         return {
             "weights": sum(each.nbytes for each in self._model.parameters()),
-            "kv": self._limits.blocks * padding,
+            "kv": self._sizes.blocks * padding,
             "workspace": sum(each.nbytes for each in tables) + padding,
             "pinned": sum(each.nbytes for staged in self._staged for each in staged),
         }
@@ -140,7 +140,7 @@ class DeviceRunner:
         result of the previous call, from which the GPU samples this batch's input tokens; None: they are in `batch`."""
         tokens, rows, sequences = len(batch.tokens), len(batch.output_rows), len(batch.context)
         decoding = tokens == rows == sequences
-        size = next(each for each in self._sizes if each >= tokens) if decoding else tokens
+        size = next(each for each in self._padded_tokens if each >= tokens) if decoding else tokens
         self._staged.reverse()
         *staged, staged_draws = self._staged[0]
         tiles = self._stage_batch(batch, size, decoding)
@@ -228,9 +228,9 @@ class DeviceRunner:
         numbers[2, : len(batch.output_rows)] = batch.output_rows
         tables[:sequences, :, : batch.block_tables.shape[2]] = batch.block_tables.transpose(1, 0, 2)
         if decoding:
-            numbers[:2, tokens:size], numbers[6:, tokens:size] = 0, self._limits.blocks * BLOCK_TOKENS
+            numbers[:2, tokens:size], numbers[6:, tokens:size] = 0, self._sizes.blocks * BLOCK_TOKENS
             numbers[3, :size] = numbers[5, :size] = np.arange(size)
-            numbers[4, :size], tables[sequences:size, :, 0] = 1, self._limits.blocks
+            numbers[4, :size], tables[sequences:size, :, 0] = 1, self._sizes.blocks
             return size
         most = self._attention.count_rows(decoding or self._invariant) // self._attention.padded
         begins = [np.arange(first, stop, most) for first, stop in zip(batch.starts, batch.starts[1:], strict=False)]
@@ -300,22 +300,22 @@ class DeviceRunner:
         that all kernels are compiled and all memory is allocated before the first request. The decode steps are
         captured as CUDA graphs that share a memory pool, except with tp or pp, whose steps communicate."""
         numbers = self._numbers
-        numbers[6:].fill_(self._limits.blocks * BLOCK_TOKENS)
-        self._tables.fill_(self._limits.blocks)
+        numbers[6:].fill_(self._sizes.blocks * BLOCK_TOKENS)
+        self._tables.fill_(self._sizes.blocks)
         pool, whole = None, self._stage.first and self._stage.last and self._tensor.trivial
         with torch.inference_mode():
             x_TH = None if self._stage.first else self._zeros(numbers.shape[1], self.config.hidden, dtype=self._dtype)
-            tokens = self._limits.token_budget
+            tokens = self._sizes.token_budget
             most = self._attention.count_rows(self._invariant) // self._attention.padded
             first_I = torch.arange(0, tokens, most, dtype=torch.int32, device=self._device)
             numbers[3, : len(first_I)] = first_I
             numbers[4, : len(first_I)] = (tokens - first_I).clamp(max=most)
-            longest = self._limits.max_length
-            sizes = StepSizes(tokens, len(first_I), self._limits.logit_rows, longest)
+            longest = self._sizes.max_length
+            sizes = StepSizes(tokens, len(first_I), self._sizes.logit_rows, longest)
             self.compute(sizes, None if x_TH is None else x_TH[:tokens])
             numbers[3].copy_(torch.arange(numbers.shape[1]))
             numbers[4].fill_(1)
-            for size in reversed(self._sizes):
+            for size in reversed(self._padded_tokens):
                 sizes = StepSizes(size, size, size, longest, decoding=True)
                 for _ in range(2):
                     found = self.compute(sizes, None if x_TH is None else x_TH[:size])

@@ -291,11 +291,11 @@ def _encode_results(results: Sequence[TokenResult]) -> list[torch.Tensor]:
     return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts if part]
 
 
-def build_scheduler(config: ModelConfig, limits: ServingSizes, groups: int = 1) -> Scheduler:
-    """Create the scheduler for a model and the sizes in `limits`. config: model configuration, from which the sliding
-    windows of the block tables follow. groups: number of pipeline stages. The sequences are divided into as many
+def build_scheduler(config: ModelConfig, sizes: ServingSizes, groups: int = 1) -> Scheduler:
+    """Create the scheduler for a model. config: model configuration, from which the sliding windows of the block tables
+    follow. sizes: largest step and KV pool. groups: number of pipeline stages. The sequences are divided into as many
     groups, and each step schedules one group."""
-    return Scheduler(limits, block_tables(config, groups).windows, groups)
+    return Scheduler(sizes, block_tables(config, groups).windows, groups)
 
 
 def build_engine(plan: RankPlan, mesh: Mesh) -> Engine:

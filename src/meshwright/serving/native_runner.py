@@ -25,15 +25,15 @@ class NativeRunner:
     pipeline stage. It implements the interface `Runner`.
 
     kernels: compiled library. weights: reader of this rank's weights. mesh: gives the axes tp, pp and ep. dtype:
-    "float32" or "bfloat16", of packed weights and KV cache. limits: sizes of KV pool and buffers.
+    "float32" or "bfloat16", of packed weights and KV cache. sizes: sizes of KV pool and buffers.
     """
 
-    def __init__(self, kernels: Kernels, weights: RankWeights, mesh: Mesh, dtype: str, limits: ServingSizes) -> None:
+    def __init__(self, kernels: Kernels, weights: RankWeights, mesh: Mesh, dtype: str, sizes: ServingSizes) -> None:
         """Lower the stage to kernel operations and load them into the library; arguments: see the class."""
         self.config, self.instruction_set, self.version = weights.config, kernels.instruction_set, kernels.version
-        lowered = Lowering(kernels, weights, mesh, dtype, limits)
+        lowered = Lowering(kernels, weights, mesh, dtype, sizes)
         self._ops, self._segments, self._memory = lowered.ops, lowered.segments, lowered.nbytes
-        self._states, self._logits, self._limits, self._tensor = lowered.states, lowered.logits, limits, mesh.tp
+        self._states, self._logits, self._sizes, self._tensor = lowered.states, lowered.logits, sizes, mesh.tp
         widest = max(self._states.size, 0 if self._logits is None else self._logits.size)
         self._gathered = torch.empty(0 if mesh.tp.trivial else mesh.tp.size * widest)
         if not mesh.tp.trivial:
@@ -50,7 +50,7 @@ class NativeRunner:
         states, [T, H] with hidden size H. The result is valid until the next call. `hidden`: the previous stage's
         hidden states [T, H]; None on the first stage."""
         tokens, rows = len(batch.tokens), len(batch.output_rows)
-        assert tokens <= self._limits.token_budget and rows <= self._limits.logit_rows, (tokens, rows)
+        assert tokens <= self._sizes.token_budget and rows <= self._sizes.logit_rows, (tokens, rows)
         if hidden is not None:
             self._states[:tokens] = hidden
         begin = 0

@@ -76,18 +76,18 @@ class Scheduler:
     which up to an eighth is for decoding alone. Requests are admitted by priority, then arrival, as long as every
     admitted sequence can get all KV blocks that it needs to finish (`AdmissionState`).
 
-    limits: sizes of the pool and of a step; its token budget is at least its number of sequences. groups: number of
+    sizes: sizes of the pool and of a step; its token budget is at least its number of sequences. groups: number of
     pipeline groups, each sequence in one.
 
     Attributes:
         pool: Pool of KV blocks.
         windows: Sliding window of each block table in tokens; None: no window."""
 
-    def __init__(self, limits: ServingSizes, windows: SequenceOf[int | None] = (None,), groups: int = 1) -> None:
+    def __init__(self, sizes: ServingSizes, windows: SequenceOf[int | None] = (None,), groups: int = 1) -> None:
         """Create a scheduler without requests and an empty pool of KV blocks; arguments: see the class."""
-        assert limits.token_budget >= limits.max_sequences >= groups >= 1, limits
-        self.pool = BlockPool(limits.blocks)
-        self._limits, self.windows, self._groups = limits, tuple(windows), groups
+        assert sizes.token_budget >= sizes.max_sequences >= groups >= 1, sizes
+        self.pool = BlockPool(sizes.blocks)
+        self._sizes, self.windows, self._groups = sizes, tuple(windows), groups
         self._requests: dict[str, Sequence] = {}  # unfinished
         self._queue: list[Sequence] = []  # waiting for admission: by priority, then in order of arrival
         self._admitted: list[Sequence] = []  # oldest first
@@ -95,8 +95,8 @@ class Scheduler:
         self._answers = AnswerLengthRatio()
         self._state: AdmissionState | None = None  # of this step
         self._refused: tuple[Sequence, int] | None = None  # head of the queue, and `pool.releases` at that time
-        self._rows = list(range(limits.max_sequences - 1, -1, -1))
-        shape = len(self.windows), limits.max_sequences, count_blocks(limits.max_length)
+        self._rows = list(range(sizes.max_sequences - 1, -1, -1))
+        shape = len(self.windows), sizes.max_sequences, count_blocks(sizes.max_length)
         self._tables: Integers = np.zeros(shape, np.int32)
         self._totals = Counter(prefix_queries=0, prefix_hits=0, pauses=0)
 
@@ -105,11 +105,10 @@ class Scheduler:
         KV pool can hold, or `max_length`."""
         if request.id in self._requests:
             raise UserError(f"request ID {request.id} is in use: should be unique among unfinished requests")
-        limits = self._limits
-        sequence = Sequence(request, self.windows, limits.token_budget)
-        most = limits.max_length
+        sequence = Sequence(request, self.windows, self._sizes.token_budget)
+        most = self._sizes.max_length
         if sum(sequence.most_blocks) > self.pool.size:
-            most = max_sequence_tokens(self.pool.size, self.windows, limits.token_budget, limits.max_length)
+            most = max_sequence_tokens(self.pool.size, self.windows, self._sizes.token_budget, most)
         request.check_length(most)
         self._requests[request.id] = sequence
         insort(self._queue, sequence, key=lambda each: each.request.priority)
@@ -134,9 +133,9 @@ class Scheduler:
         mine = [sequence for sequence in self._admitted if sequence.group == group]  # by age
         mine.sort(key=lambda sequence: len(sequence.tokens) - sequence.computed > 1)  # decoding ones first
         picked: list[tuple[Sequence, range, range]] = []
-        budget, rows = self._limits.token_budget, self._limits.logit_rows
+        budget, rows = self._sizes.token_budget, self._sizes.logit_rows
         decoding = sum(len(sequence.tokens) - sequence.computed == 1 for sequence in mine)
-        budget -= max(0, min(-(-self._limits.max_sequences // self._groups), budget // 8) - decoding)  # for later ones
+        budget -= max(0, min(-(-self._sizes.max_sequences // self._groups), budget // 8) - decoding)  # for later ones
         for sequence in mine:
             assert not sequence.in_flight, f"the last batch of group {group} has not been recorded"
             wanted = min(len(sequence.tokens) - sequence.computed, budget)
@@ -332,10 +331,10 @@ class Scheduler:
         self._register_full_blocks(sequence, count)
         sampling = sequence.request.sampling
         sampled = list(results[-1:]) if ends and sampling.max_tokens else []
-        prompt_results = None
+        scored = None
         if sequence.scores_prompt and not sequence.answered:
             sequence.prompt_results.extend(results[: len(results) - len(sampled)])
-            prompt_results = sequence.prompt_results if ends else None
+            scored = sequence.prompt_results if ends else None
         if not ends:
             return None
         for result in sampled:
@@ -347,9 +346,7 @@ class Scheduler:
         elif sequence.answered == sampling.max_tokens:
             self._finish(sequence, "length")
         seconds = time.perf_counter() - sequence.admitted if sequence.answered == len(sampled) else 0.0
-        return Output(
-            sequence.request.id, sampled, sequence.finish_reason, sequence.cached_tokens, prompt_results, seconds
-        )
+        return Output(sequence.request.id, sampled, sequence.finish_reason, sequence.cached_tokens, scored, seconds)
 
     def _register_full_blocks(self, sequence: Sequence, count: int) -> None:
         """Advance a sequence by `count` computed tokens: register the KV blocks that are now full in the prefix cache,

@@ -142,7 +142,7 @@ class TorchRunner:
     a fixed number (one by one in models with experts), so that a token's bits do not depend on the rest of the batch.
 
     weights: reader of this rank's weights. mesh: gives the axes tp and pp. dtype: dtype of parameters and KV cache.
-    limits: sizes of KV pool and buffers.
+    sizes: sizes of KV pool and buffers.
 
     Attributes:
         config: Configuration of the model.
@@ -150,21 +150,21 @@ class TorchRunner:
         version: "torch" and its version.
     """
 
-    def __init__(self, weights: RankWeights, mesh: Mesh, dtype: torch.dtype, limits: ServingSizes) -> None:
+    def __init__(self, weights: RankWeights, mesh: Mesh, dtype: torch.dtype, sizes: ServingSizes) -> None:
         """Load the weights and allocate the KV cache; arguments: see the class."""
         self.config, self._stage = weights.config, weights.stage
         self.instruction_set, self.version, self._dtype = "cpu", f"torch {torch.__version__}", dtype
         axes = AxisOperations(tensor=OrderedTensorParallel(mesh))
         self._model = weights.build_model(axes, "cpu", dtype)
-        self._model.attention_inputs.served_length = limits.max_length
+        self._model.attention_inputs.served_length = sizes.max_length
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
         tables, layers = block_tables(self.config, mesh.pp.size), self._stage.layers
-        self._cache = PagedCache(self.config, tables, layers, limits.blocks, kv_heads, dtype)
-        if limits.resident:
+        self._cache = PagedCache(self.config, tables, layers, sizes.blocks, kv_heads, dtype)
+        if sizes.resident:
             for pair in self._cache.pairs:
                 pair.zero_()  # so that its memory is resident
         self._tile = 1 if self.config.experts else TILE_TOKENS
-        self._logit_rows = limits.logit_rows if self._stage.last else 0
+        self._logit_rows = sizes.logit_rows if self._stage.last else 0
 
     def memory(self) -> dict[str, int]:
         """Return {kind: bytes}: `weights`, `kv` (cache), `logits` (of a step; 0 unless this is the last pipeline

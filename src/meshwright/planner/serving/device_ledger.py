@@ -23,7 +23,7 @@ SPLIT_COLUMNS = 2 * 256 * 64
 
 def device_ledger(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> ServingLedger:
     """Return the memory ledger of a server whose ranks have one GPU each, without KV blocks and host memory. layout:
-    layout of the server, checked by `spec.refuse.serving_layout`; sizes: limits for which memory is allocated."""
+    layout of the server, checked by `spec.refuse.serving_layout`; sizes: largest step and KV pool."""
     return build_ledger(config, layout, sizes, _rank_ledger, front=0)
 
 

@@ -46,7 +46,7 @@ _PANEL = 16  # output columns of a packed panel; matrices are padded to 2 panels
 
 @dataclass(frozen=True, slots=True)
 class ServingSizes:
-    """Limits for which a server allocates memory.
+    """Sizes for which a server allocates memory.
 
     Attributes:
         token_budget: Most tokens of a step over all sequences, by default 512 of prompts and one of each sequence.
@@ -255,7 +255,7 @@ def build_ledger(
     front: int = FRONT_BYTES,
 ) -> ServingLedger:  # fmt: skip
     """Return the memory ledger of a server without KV blocks. layout: layout of the server, checked by
-    `spec.refuse.serving_layout`; sizes: limits for which memory is allocated; predict_rank: function that returns the
+    `spec.refuse.serving_layout`; sizes: largest step and KV pool; predict_rank: function that returns the
     ledger of a rank; front: bytes of the processes other than the ranks."""
     stages = serving_stages(config, layout.pp)
     ranks = tuple(predict_rank(ServingRank(config, layout.with_(dp=1), stage, sizes)) for stage in stages)
@@ -264,7 +264,7 @@ def build_ledger(
 
 def serving_ledger(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> ServingLedger:
     """Return the memory ledger of a server with compiled CPU kernels, without KV blocks. layout: layout of the server,
-    checked by `spec.refuse.serving_layout`; sizes: limits for which memory is allocated."""
+    checked by `spec.refuse.serving_layout`; sizes: largest step and KV pool."""
     return build_ledger(config, layout, sizes, _rank_ledger)
 
 

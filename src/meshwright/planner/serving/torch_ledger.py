@@ -18,7 +18,7 @@ of the number of tokens."""
 
 def torch_ledger(config: ModelConfig, layout: Layout, sizes: ledger.ServingSizes) -> ledger.ServingLedger:
     """Return the memory ledger of a server whose ranks compute in plain torch on CPUs, without KV blocks. layout:
-    layout of the server, checked by `spec.refuse.serving_layout`; sizes: limits for which memory is allocated."""
+    layout of the server, checked by `spec.refuse.serving_layout`; sizes: largest step and KV pool."""
     return ledger.build_ledger(config, layout, sizes, _rank_ledger)
 
 
