@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import os
 import socket
+import sys
+import time
+from pathlib import Path
 
 import pytest
+from pydantic_core import to_json
 
+from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
-from meshwright.errors import UserError
+from meshwright.errors import RankLost, UserError
+from meshwright.layout import Layout
 from meshwright.planner.serving.ledger import ServingSizes
 from meshwright.serving import engine, ranks
 from meshwright.serving.rank_starter import RankPlan
@@ -15,8 +23,8 @@ from meshwright.serving.rank_starter import RankPlan
 
 def test_rank_without_the_chosen_instruction_set_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engine, "list_supported_instruction_sets", lambda: ("avx512", "avx2"))
-    limits = ServingSizes(1, 1, 1, blocks=1)
-    plan = RankPlan("nowhere", "dp1", limits, instruction_set="amx")
+    sizes = ServingSizes(1, 1, 1, blocks=1)
+    plan = RankPlan("nowhere", "dp1", sizes, instruction_set="amx")
     with pytest.raises(UserError, match=f"rank 0 on {socket.gethostname()} runs avx512, avx2, but .* chosen amx"):
         engine.build_engine(plan, Mesh.single(device="cpu"))
 
@@ -40,3 +48,61 @@ def test_externally_started_ranks_compute_on_agreed_devices(monkeypatch: pytest.
         with pytest.raises(Stop):
             ranks.serve_joined(None, device)
     assert taken == ["current cuda:3", "cuda:3", "cpu"]
+
+
+def share_addresses(place: Path) -> list[str]:
+    """Share the addresses of the first ranks of each replica, in two layouts. Under "pp2 dp2" the second replica
+    finishes loading only after the first one has shared its address."""
+    mesh = Mesh.create(Layout.parse("tp2:nosp pp2"), timeout_seconds=60.0)
+    found = [ranks.share_address("unix:first" if mesh.rank == 0 else "ignored", mesh)]
+    mesh.close()
+    mesh = Mesh.create(Layout.parse("pp2 dp2"), timeout_seconds=60.0)
+    replica, deadline = mesh.dp.rank, time.monotonic() + 30.0
+    while replica == 1 and not all((place / str(stage)).exists() for stage in (0, 1)):
+        assert time.monotonic() < deadline, "the first replica waits for the second"
+        time.sleep(0.01)
+    found.append(ranks.share_address(f"tcp:host-{replica}:{mesh.pp.rank}", mesh))
+    (place / str(mesh.pp.rank)).touch()
+    mesh.close()
+    return [*found, str(replica)]
+
+
+def test_replicas_share_the_address_of_their_first_rank_without_waiting_for_each_other(tmp_path: Path):
+    with LocalRanks(4) as pool:
+        for first, second, replica in pool.run(share_addresses, tmp_path):
+            assert (first, second) == ("unix:first", f"tcp:host-{replica}:0")
+
+
+def share_with_a_lost_rank(outcome: Path) -> None:
+    """The first rank exits while it loads; the other one writes what it raises."""
+    mesh = Mesh.create(Layout.parse("tp2:nosp"), timeout_seconds=60.0)
+    if mesh.rank == 0:
+        os._exit(1)
+    try:
+        ranks.share_address("", mesh)
+    except Exception as error:
+        outcome.write_text(f"{type(error).__name__}, exit code {getattr(error, 'exit_code', None)}: {error}")
+        raise
+
+
+def test_rank_lost_while_loading_is_no_internal_error(tmp_path: Path):
+    outcome = tmp_path / "outcome"
+    with LocalRanks(2) as pool, pytest.raises(RankLost):
+        pool.run(share_with_a_lost_rank, outcome)
+    assert outcome.read_text().startswith("RankLost, exit code 3: rank 1 had no answer from rank 0 in serving.leader")
+
+
+def test_error_of_the_first_joined_rank_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def lose_rank(plan: RankPlan, device: str) -> None:
+        raise RankLost(f"rank 0 had no answer from rank 1 on {device}")
+
+    plan = RankPlan("nowhere", "tp2", ServingSizes(1, 1, 1, blocks=1))
+    monkeypatch.setattr(ranks, "serve_joined", lose_rank)
+    monkeypatch.setattr(ranks, "die_with_parent", lambda: None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(to_json(plan).decode() + "\n"))
+    with pytest.raises(SystemExit) as ended:
+        ranks.main()
+    assert ended.value.code == 3
+    assert capsys.readouterr().err == "rank 0 had no answer from rank 1 on cpu\n"

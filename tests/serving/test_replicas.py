@@ -124,7 +124,7 @@ def test_whoever_connects_without_the_secret_is_no_rank(tmp_path: Path, host: st
 
     async def run() -> None:
         async with running(tmp_path, "tp2 dp2", host=host) as replicas:
-            assert replicas.plan.front.startswith(f"{host or 'unix'}:")
+            assert replicas.plan.front.startswith(f"tcp:{host}:" if host else "unix:")
             await collect_all(replicas, [make_request(f"r{n}", n + 1, n) for n in range(8)])
             channel = await asyncio.to_thread(messages.Channel.connect, replicas.plan.front, "wrong")
             with pytest.raises(RankLost):

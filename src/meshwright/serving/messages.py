@@ -1,8 +1,8 @@
 """Messages between the front and the rank processes of a server: JSON objects behind a 4-byte big-endian length.
 
 They travel over Unix sockets on one machine and over TCP between machines; whoever connects proves that it knows a
-shared secret. The Unix sockets are in Linux's abstract namespace: they need no file, and end with their process. Free
-of torch.
+shared secret. The Unix sockets are in Linux's abstract namespace: they need no file, and end with their process. As no
+file permissions protect them, connections of other users are closed. Free of torch.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import asyncio
 import hashlib
 import hmac
 import json
+import os
 import secrets
 import select
 import socket
+import struct
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 from pydantic_core import to_json
@@ -29,6 +31,8 @@ MAX_MESSAGE_BYTES = 2**28
 _NONCE_BYTES = _PROOF_BYTES = 32
 CONNECT_SECONDS = 60.0
 """Time limit for a connection and for the proof that its peer knows the secret."""
+PROOF_SECONDS = 5.0
+"""Time limit for the proof where no other connection is accepted meanwhile."""
 
 Message = dict[str, Any]
 
@@ -46,6 +50,14 @@ def _sign_nonce(secret: str, nonce: bytes) -> bytes:
     return hmac.new(secret.encode(), nonce, hashlib.sha256).digest()
 
 
+def _is_of_other_user(connection: socket.socket) -> bool:
+    """Return True if the peer of a Unix socket is a process of another user; False for a TCP connection."""
+    if connection.family != socket.AF_UNIX:
+        return False
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))  # struct ucred
+    return bool(user != os.geteuid())
+
+
 class Channel:
     """Blocking connection of a rank process to the front (the process of the HTTP server) or to another rank. All
     methods raise `RankLost` if the other process has closed the connection. connection: connected socket."""
@@ -59,19 +71,22 @@ class Channel:
 
     @classmethod
     def connect(cls, address: str, secret: str) -> Channel:
-        """Connect to the listener at `address`, `unix:NAME` or `HOST:PORT`, and prove knowledge of `secret`. Raises
+        """Connect to the listener at `address`, `unix:NAME` or `tcp:HOST:PORT`, and prove knowledge of `secret`. Raises
         RankLost if nothing listens there."""
-        host, _, port = address.rpartition(":")
-        try:
-            if host == "unix":
-                connection = socket.socket(socket.AF_UNIX)
-                connection.connect(f"\0{port}")
-            else:
-                connection = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
-        except OSError as error:
-            raise RankLost(f"nothing listens at {address}: {error}") from error
-        channel = cls(connection)
-        channel._socket.sendall(_sign_nonce(secret, channel._read_exactly(_NONCE_BYTES)))
+        kind, _, place = address.partition(":")
+        host, _, port = place.rpartition(":")
+        with ExitStack() as stack:  # closes the socket if anything fails
+            try:
+                if kind == "unix":
+                    connection = stack.enter_context(socket.socket(socket.AF_UNIX))
+                    connection.connect(f"\0{place}")
+                else:
+                    connection = stack.enter_context(socket.create_connection((host, int(port)), CONNECT_SECONDS))
+            except OSError as error:
+                raise RankLost(f"nothing listens at {address}: {error}") from error
+            channel = cls(connection)
+            channel.send(_sign_nonce(secret, channel._read_exactly(_NONCE_BYTES)))
+            stack.pop_all()
         return channel
 
     @property
@@ -80,8 +95,8 @@ class Channel:
         return "" if self._socket.family == socket.AF_UNIX else str(self._socket.getsockname()[0])
 
     def send(self, data: bytes) -> None:
-        """Send one message. data: the message as encoded by `encode`, which is separate so that one encoding can be
-        sent to several ranks."""
+        """Send `data`, such as a message as encoded by `encode`, which is separate so that one encoding can be sent to
+        several ranks."""
         try:
             self._socket.sendall(data)
         except OSError as error:
@@ -120,12 +135,11 @@ class Channel:
 
 class Listener:
     """Listening socket of the front (the process of the HTTP server), or of a replica's first rank, to which the
-    replica's other ranks connect. Attribute `address`, for `Channel.connect`: `unix:NAME` or
-    `HOST:PORT`.
+    replica's other ranks connect. Attribute `address`, for `Channel.connect`: `unix:NAME` or `tcp:HOST:PORT`.
 
-    host: name or address of this machine on which to listen, on a free TCP port; "": a Unix socket, which only
-    processes of this machine reach. secret: shared secret that each connecting process must prove to know. Raises
-    UserError if this machine does not have the address `host`.
+    host: name or address of this machine on which to listen, on a free TCP port; "": a Unix socket, which accepts only
+    processes of this user in the same network namespace. secret: shared secret that each connecting process must prove
+    to know. Raises UserError if this machine does not have the address `host`.
     """
 
     def __init__(self, host: str, secret: str) -> None:
@@ -142,7 +156,7 @@ class Listener:
             self._socket = socket.create_server((host, 0), family=family)
         except OSError as error:
             raise UserError(f"cannot listen on {host}, where ranks are to meet: {error}") from None
-        self.address = f"{host}:{self._socket.getsockname()[1]}"
+        self.address = f"tcp:{host}:{self._socket.getsockname()[1]}"
 
     async def serve(
         self, answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -154,11 +168,12 @@ class Listener:
             """Call `answer` for one connection if its peer proves knowledge of the secret; close the connection
             afterwards."""
             nonce = secrets.token_bytes(_NONCE_BYTES)
-            writer.write(nonce)
             with closing(writer), suppress(asyncio.IncompleteReadError, OSError):
-                proof = await asyncio.wait_for(reader.readexactly(_PROOF_BYTES), CONNECT_SECONDS)
-                if hmac.compare_digest(proof, _sign_nonce(self._secret, nonce)):
-                    await answer(reader, writer)
+                if not _is_of_other_user(writer.get_extra_info("socket")):
+                    writer.write(nonce)
+                    proof = await asyncio.wait_for(reader.readexactly(_PROOF_BYTES), CONNECT_SECONDS)
+                    if hmac.compare_digest(proof, _sign_nonce(self._secret, nonce)):
+                        await answer(reader, writer)
 
         start = asyncio.start_unix_server if self._socket.family == socket.AF_UNIX else asyncio.start_server
         return await start(check, sock=self._socket, limit=2**24)
@@ -169,15 +184,16 @@ class Listener:
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             self._socket.settimeout(left)
-            with suppress(OSError):
-                connection, _ = self._socket.accept()
-                connection.settimeout(left)
-                nonce = secrets.token_bytes(_NONCE_BYTES)
-                connection.sendall(nonce)
-                proof = connection.recv(_PROOF_BYTES, socket.MSG_WAITALL)
-                if hmac.compare_digest(proof, _sign_nonce(self._secret, nonce)):
-                    return Channel(connection)
-                connection.close()
+            with suppress(OSError), ExitStack() as stack:
+                connection = stack.enter_context(self._socket.accept()[0])  # closed unless it is returned
+                connection.settimeout(min(left, PROOF_SECONDS))
+                if not _is_of_other_user(connection):
+                    nonce = secrets.token_bytes(_NONCE_BYTES)
+                    connection.sendall(nonce)
+                    proof = connection.recv(_PROOF_BYTES, socket.MSG_WAITALL)
+                    if hmac.compare_digest(proof, _sign_nonce(self._secret, nonce)):
+                        stack.pop_all()
+                        return Channel(connection)
         raise RankLost(f"no rank connected within {seconds:g} s")
 
     def close(self) -> None:

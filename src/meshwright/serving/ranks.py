@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
+from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
-from meshwright.errors import UserError, ignore_model_warnings
+from meshwright.errors import MeshwrightError, UserError, ignore_model_warnings
 from meshwright.launcher import rendezvous
 from meshwright.launcher.device import agree_on_device, choose_device
 from meshwright.layout import Layout
@@ -27,9 +28,13 @@ from meshwright.serving.engine import Engine
 from meshwright.serving.messages import Channel, Listener, Message, encode
 from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Output, Request
+from meshwright.terminal import print_message
 
 JOIN_SECONDS = 300.0
 """Time limit of the rendezvous of ranks that torchrun or SLURM started."""
+LEADER_SITE = "serving.leader"
+ADDRESS_BYTES = 512
+"""Largest size of a listener's address: the names of hosts have at most 253 bytes."""
 _REQUESTS = TypeAdapter(Request)
 
 
@@ -79,15 +84,25 @@ def serve_mesh(plan: RankPlan, mesh: Mesh, replica: int) -> None:
     followers = []
     if peers > 1:
         listener = None if rank else Listener(front.own_address, plan.secret)
-        leaders: list[tuple[int, str] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(leaders, listener and (replica, listener.address))
+        address = share_address("" if listener is None else listener.address, mesh)
         if listener is None:
-            _run_follower(engine, Channel.connect(dict(filter(None, leaders))[replica], plan.secret))
+            _run_follower(engine, Channel.connect(address, plan.secret))
             return
         followers = [listener.accept(plan.step_seconds) for _ in range(peers - 1)]
         listener.close()
     front.send(encode({"ready": engine.report()}))
     _run_leader(engine, front, followers)
+
+
+def share_address(address: str, mesh: Mesh) -> str:
+    """Return the `address` of a replica's first rank on all ranks of the replica. address: ignored on other ranks.
+    Collective over the tp and pp axes of `mesh`: the ranks wait here for the slowest to load the model, at most for the
+    time limit of a collective call (`Mesh.create`; `JOIN_SECONDS` if torchrun or SLURM started one replica alone).
+    Raises RankLost if one of them is lost."""
+    shared = torch.tensor([*address.encode().ljust(ADDRESS_BYTES, b"\0")], dtype=torch.uint8, device=mesh.device)
+    for axis in (mesh.pp, mesh.tp):  # to the first tp rank of each stage, and from it to the others
+        collectives.broadcast(shared, axis, LEADER_SITE)
+    return bytes(shared.tolist()).rstrip(b"\0").decode()
 
 
 def _set_device(device: str) -> str:
@@ -155,11 +170,15 @@ def _apply_messages(engine: Engine, messages: list[Message]) -> tuple[bool, list
 
 def main() -> None:
     """Main function of rank 0's process where torchrun or SLURM starts the ranks: a child of the HTTP server's process,
-    from which it reads the `RankPlan` as one line of JSON on standard input."""
+    from which it reads the `RankPlan` as one line of JSON on standard input. An error is printed as one line."""
     die_with_parent()
     ignore_model_warnings()
     plan = TypeAdapter(RankPlan).validate_json(sys.stdin.readline())
-    serve_joined(plan, plan.device)
+    try:
+        serve_joined(plan, plan.device)
+    except MeshwrightError as error:
+        print_message(str(error))
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":
