@@ -125,6 +125,20 @@ def test_native_calls_get_flat_tensors(two: LocalRanks):
     two.run(gather_and_scatter_natively)
 
 
+def test_receive_on_a_device_copies_nothing_to_the_host():
+    """On the device "meta", from which nothing can be copied, as on a GPU nothing need be: gloo writes the buffer."""
+    group, received = mock.Mock(), torch.empty(3, device="meta")
+    axis: Any = SimpleNamespace(group=group, backends={"meta": "gloo", "cpu": "gloo"}, ranks=(0, 1))
+    ((_, finish),) = transport.transfer([transport.Message(received, 1, True, "stage", "hidden")], axis)
+    ((buffer,), peer, _), _ = group.recv.call_args
+    assert (buffer.device.type, buffer.shape, buffer.dtype, peer) == ("cpu", (3,), torch.float32, 1)
+    assert finish is not None
+    on_host = torch.empty(3)
+    ((_, finish),) = transport.transfer([transport.Message(on_host, 1, True, "stage", "hidden")], axis)
+    ((buffer,), *_), _ = group.recv.call_args
+    assert buffer is on_host and finish is None
+
+
 def test_barrier_on_a_device_holds_the_host():
     order: list[str] = []
     axis = Axis("world", (0, 1), 0, None, Communicator("cuda"))

@@ -27,6 +27,7 @@ from meshwright.parallel.module.table import describe_module
 from meshwright.training.module import fit, load
 from meshwright.training.module.recipe import make_module_recipe
 from meshwright.training.module.run import ModuleRun
+from meshwright.training.module.values import UntrainedTensors
 from tests.emulation.streams import StreamRanks
 from tests.monitoring.test_profile import Trace, read
 from tests.training import module_cases as cases
@@ -339,6 +340,15 @@ def count_forwards(directory: Path, frozen: bool) -> tuple[list[dict[str, list[f
     files = sorted(directory.glob("checkpoints/step-*/model.safetensors"))
     held = [{name: each.unique().tolist() for name, each in load_file(file).items()} for file in files]
     return [{name: each[name] for name in each if "layer" not in name} for each in held], sum(waited)
+
+
+def test_only_buffers_that_a_checkpoint_holds_are_cloned_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    module, clone, cloned = Counting(frozen=True), torch.Tensor.clone, list[int]()
+    module.register_buffer("derived", torch.ones(5))
+    monkeypatch.setattr(backend, "current_stream", lambda device: object())
+    monkeypatch.setattr(torch.Tensor, "clone", lambda each: cloned.append(each.numel()) or clone(each))
+    slices = UntrainedTensors(module, Mesh.single()).slices({"seen", "average"}, owned=True)
+    assert {each.name for each in slices} == {"seen", "average"} and cloned == [module.seen.numel()]
 
 
 @pytest.mark.parametrize("frozen", [False, True])
