@@ -145,7 +145,7 @@ DIRECT_READS = {
         "/proc, /sys and caches and traces of its own",
     ),
     **dict.fromkeys(
-        ("checkpoint.checkpointer", "checkpoint.save_markers"),
+        ("checkpoint.contents", "checkpoint.save_markers"),
         "files that this run or this machine wrote",
     ),
     **dict.fromkeys(
