@@ -73,8 +73,7 @@ class Kernels:
         row_bytes = -(-k // 32) * 32 * 2 if dtype == "bfloat16" else k * 4
         buffer = self.allocate((count * -(-n // 32) * 32 * row_bytes,), np.uint8)
         packed = PackedMatrix(buffer, n, k, count, dtype == "bfloat16")
-        # A word is one float32, or two bfloat16 of consecutive k.
-        words = buffer.view(np.uint32).reshape(count, -(-n // 32), -1, 2, 16)
+        words = packed.words
         tasks = [(index, row) for index in range(count) for row in range(0, n, _PACKED_ROWS)]
 
         def pack_rows(number: int) -> None:
