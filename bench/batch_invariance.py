@@ -23,6 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,8 @@ CASES = {"decode 1": (1, 1), "decode 8": (8, 1), "decode 32": (32, 1), "prefill 
 def unpack(linear: Linear) -> torch.Tensor:
     """Return the weight [n, k] of an operation, as the kernels read it."""
     packed = linear.weight
-    words = packed.buffer.view(np.uint32).reshape(-(-packed.n // 16), -1, 16).transpose(0, 2, 1)
-    rows = np.ascontiguousarray(words).reshape(len(words) * 16, -1)
+    words = packed.words[0].transpose(0, 2, 3, 1)
+    rows = np.ascontiguousarray(words).reshape(32 * len(words), -1)
     if packed.bfloat16:
         return torch.from_numpy(rows.view(np.int16)[: packed.n, : packed.k].copy()).view(torch.bfloat16)
     return torch.from_numpy(rows.view(np.float32)[: packed.n, : packed.k].copy())
@@ -109,7 +110,7 @@ def measure_case(engine: Engine, kernels: Any, case: str, arguments: Any) -> dic
         count = {"tokens": len(batch.tokens), "outputs": len(batch.output_rows)}
         products = kernels.create_op_list()
         for each in linears:
-            products.append(Linear(np.zeros_like(each.out), each.x, each.weight, each.bias, rows=each.rows))
+            products.append(replace(each, out=np.zeros_like(each.out), accumulate=False))
         inputs = [torch.zeros(count[op.rows], op.weight.k, dtype=weights[0].dtype) for op in linears]
         products.run(batch)
         for _ in range(2):

@@ -98,7 +98,7 @@ def race(kernels: Kernels, shape: tuple[int, int], dtype: str, rows: int, argume
     weights, inputs = [theirs.clone() for _ in packed], torch.from_numpy(x).to(theirs.dtype)
     step = Step(token_count=rows)
     contenders: dict[str, Callable[[], object]] = {
-        "ours": lambda: kernels.execute(ops.array, 0, copies, step),
+        "ours": lambda: kernels.execute(ops.array, 0, len(ops), step),
         "torch": lambda: [torch.nn.functional.linear(inputs, w) for w in weights],
     }
     with ThreadPoolExecutor(arguments.threads) as threads:

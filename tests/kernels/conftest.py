@@ -59,6 +59,6 @@ def compute_linear(kernels: Kernels, x: np.ndarray, weight: PackedMatrix, bias: 
 
 def unpack(packed: PackedMatrix) -> np.ndarray:
     """The packed elements [count, n, k] with their padding, bfloat16 as bits."""
-    words = packed.buffer.view(np.uint32).reshape(packed.count, -(-packed.n // 32), -1, 2, 16).transpose(0, 1, 3, 4, 2)
+    words = packed.words.transpose(0, 1, 3, 4, 2)
     rows = np.ascontiguousarray(words).reshape(packed.count, -(-packed.n // 32) * 32, -1)
     return rows.view(np.uint16 if packed.bfloat16 else np.float32)

@@ -12,6 +12,7 @@ from meshwright.kernels import build, choice
 from meshwright.kernels.library import Kernels
 from meshwright.kernels.operations import Linear
 from tests.kernels.conftest import compute_linear, one_sequence, unpack
+from tests.kernels.product_checks import CONFIGS, check_experts, check_gated, check_heads, draw_floats
 
 EMULATION = Path(__file__).with_name("amx_emulation.h")
 
@@ -31,10 +32,6 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
         kernels = choice._open_library("amx", print)
     kernels.set_threads(2)
     return kernels
-
-
-def draw_floats(seed: int, *shape: int) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
 def multiply_rounded(kernels: Kernels, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -71,3 +68,14 @@ def test_products_leave_the_columns_beside_them(emulated: Kernels, accumulate: b
     np.testing.assert_array_equal(out[:, 64:], before[:, 64:])
     product = compute_linear(emulated, x, packed)
     np.testing.assert_array_equal(out[:, 16:64], product + accumulate * before[:, 16:64])
+
+
+@pytest.mark.parametrize(("name", "tokens"), [*((name, 50) for name in CONFIGS), ("normalised", 700)])
+def test_experts_equal_the_model_layer(emulated: Kernels, name: str, tokens: int):
+    check_experts(emulated, name, "bfloat16", tokens)
+
+
+@pytest.mark.parametrize("rows", [5, 300])
+def test_gated_products_and_those_of_heads_equal_float64(emulated: Kernels, rows: int):
+    check_gated(emulated, "bfloat16", rows)
+    check_heads(emulated, 3, "bfloat16", rows)

@@ -133,6 +133,16 @@ def test_ordered_rows_are_packed_without_a_copy_of_the_matrices(kernels: Kernels
     assert peak < weight.nbytes / 2
 
 
+def test_packing_copies_no_more_rows_of_wide_matrices_than_a_few_mebibytes(kernels: Kernels):
+    weight, order = np.zeros((512, 16384), np.float32), np.arange(512)[::-1]
+    kernels.end_packing()
+    tracemalloc.start()
+    kernels.pack(weight, "float32", order)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 9 * 2**20  # for each of two threads 2 MiB, and 2 MiB of its piece before
+
+
 def emulate_amx(x: np.ndarray, packed: PackedMatrix) -> np.ndarray:
     """The product as `multiply_by_amx` computes it: tiles read from the packed bytes by address arithmetic alone."""
     depth = -(-packed.k // 32) * 32

@@ -13,41 +13,27 @@ from meshwright.kernels.library import Kernels
 from meshwright.kernels.operations import (
     Activation,
     Embed,
-    Experts,
-    ExpertsWorkspace,
     Gate,
     Linear,
     Norm,
     Scale,
 )
 from meshwright.kernels.row_order import find_gate_order
-from meshwright.model.experts import ClampedSwiGLU, Mixture
-from meshwright.spec.config import ModelConfig
-from meshwright.spec.latent_attention import LatentAttention
-from tests.kernels.conftest import Batch, one_sequence
-
-ROWS = 5
-
-
-def draw_floats(seed: int, *shape: int) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
-
-
-def run(kernels: Kernels, *ops: object, batch: Batch | None = None) -> None:
-    """Execute operations as one list."""
-    operations = kernels.create_op_list()
-    for op in ops:
-        operations.append(op)
-    operations.run(one_sequence(ROWS) if batch is None else batch)
-
-
-def relative_error(ours: np.ndarray, exact: torch.Tensor) -> float:
-    """Largest difference over the largest value."""
-    return float(np.abs(ours - exact.numpy()).max() / exact.abs().max())
-
-
-def wide(x: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(x).double()
+from meshwright.model.experts import ClampedSwiGLU
+from tests.kernels.conftest import one_sequence
+from tests.kernels.product_checks import (
+    CONFIGS,
+    ROWS,
+    build_mixture,
+    check_experts,
+    check_gated,
+    check_heads,
+    draw_floats,
+    mixture_op,
+    relative_error,
+    run,
+    wide,
+)
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 37, 576])
@@ -148,20 +134,18 @@ def test_gate_multiplies_rows_by_a_sigmoid(kernels: Kernels):
     assert relative_error(total, exact) < 1e-6
 
 
-@pytest.mark.parametrize(("heads", "dtype"), [(1, "float32"), (3, "bfloat16"), (40, "float32")])
-def test_linear_multiplies_each_head_by_its_own_matrix(kernels: Kernels, heads: int, dtype: str):
-    drawn = draw_floats(0, heads, 21, 12), draw_floats(2, ROWS, 13 * heads)
-    weight, x = (torch.from_numpy(each).bfloat16().float().numpy() for each in drawn)
-    out, bias = draw_floats(3, ROWS, 24 * heads), draw_floats(4, heads, 21)
-    before = out.copy().reshape(ROWS, heads, 24)
-    run(kernels, Linear(out, x, kernels.pack(weight, dtype), bias, steps=(24, 13)))
-    exact = torch.einsum("thk,hnk->thn", wide(x.reshape(ROWS, heads, 13)[..., :12]), wide(weight)) + wide(bias)
-    found = out.reshape(ROWS, heads, 24)
-    assert relative_error(found[..., :21], exact) < 1e-6
-    assert np.array_equal(found[..., 21:], before[..., 21:])
-    alone = np.empty((1, 24 * heads), np.float32)
-    run(kernels, Linear(alone, x[2:3], kernels.pack(weight, dtype), bias, steps=(24, 13)), batch=one_sequence(1))
-    assert np.array_equal(alone.reshape(heads, 24)[:, :21], found[2, :, :21])
+@pytest.mark.parametrize(
+    ("heads", "dtype", "rows"),
+    [(1, "float32", 5), (3, "bfloat16", 5), (40, "float32", 5), (3, "float32", 600), (3, "bfloat16", 600)],
+)
+def test_linear_multiplies_each_head_by_its_own_matrix(kernels: Kernels, heads: int, dtype: str, rows: int):
+    check_heads(kernels, heads, dtype, rows)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [5, 600])
+def test_gated_products_equal_float64(kernels: Kernels, dtype: str, rows: int):
+    check_gated(kernels, dtype, rows)
 
 
 def test_linear_adds_bias_and_residual_and_reads_strided_input(kernels: Kernels):
@@ -174,103 +158,10 @@ def test_linear_adds_bias_and_residual_and_reads_strided_input(kernels: Kernels)
     assert np.array_equal(out[:, :8], before[:, :8]) and np.array_equal(out[:, 29:], before[:, 29:])
 
 
-def expert_config(**fields: object) -> ModelConfig:
-    """A small mixture of experts."""
-    sizes = {"vocabulary": 99, "hidden": 24, "layers": 1, "heads": 2, "kv_heads": 2, "head_dim": 12, "intermediate": 7}
-    kind = {"norm": "rmsnorm", "norm_epsilon": 1e-6, "activation": "silu", "gated": True, "positions": "rope"}
-    rest = {"max_positions": 64, "experts": 10, "experts_per_token": 3, "expert_intermediate": 21}
-    return ModelConfig(**{"family": "qwen3_moe", "query_key_norm": True, **sizes, **kind, **rest, **fields})  # type: ignore[arg-type]
-
-
-CONFIGS = {
-    "softmax": expert_config(),
-    "normalised": expert_config(normalise_choice=True, experts_per_token=1, experts=2),
-    "sigmoid": expert_config(
-        family="dots1",
-        router="sigmoid",
-        router_bias=True,
-        routed_scale=2.5,
-        normalise_choice=True,
-        shared_intermediate=21,
-    ),
-    "softmax groups": expert_config(
-        family="deepseek_v2", query_key_norm=False, rotary_interleaved=True, latent=LatentAttention(8, 4, 8),
-        expert_groups=5, groups_per_token=2, router_loss=0.0, shared_intermediate=21,
-    ),
-    "sigmoid groups": expert_config(
-        family="dots1", router="sigmoid", router_bias=True, expert_groups=5, groups_per_token=2, normalise_choice=True,
-        shared_intermediate=21,
-    ),
-    "biases": expert_config(
-        family="gpt_oss", query_key_norm=False, mlp_bias=True, attention_sinks=True, normalise_choice=True,
-        swiglu_limit=1.5, swiglu_alpha=1.702, intermediate=21,
-    ),
-    "weighted inputs": expert_config(
-        family="llama4_text", query_key_norm=False, rotary_interleaved=True, window_chunks=True, router="sigmoid",
-        routed_input=True, experts_per_token=2, shared_intermediate=21,
-    ),
-}  # fmt: skip
-
-
-def mixture_op(
-    kernels: Kernels, mixture: Mixture, out: np.ndarray, x: np.ndarray, held: range, **fields: object
-) -> Experts:
-    """The operation of a layer's routed experts, of which a rank holds `held`."""
-    config, numpy = mixture.router.config, lambda tensor: tensor.detach().numpy()
-    biases = (None, None, None)
-    up = numpy(mixture.experts.up.weight).reshape(config.experts, -1, config.hidden)
-    order = find_gate_order(up.shape[1] // 2, config.experts_interleaved)
-    if config.mlp_bias:
-        up_bias = numpy(mixture.experts.up.bias).reshape(config.experts, -1)
-        up_bias = np.take(up_bias, order, axis=1)
-        biases = numpy(mixture.router.bias), up_bias, numpy(mixture.experts.down.bias)
-    down = numpy(mixture.experts.down.weight).reshape(config.experts, config.hidden, -1)
-    return Experts(
-        out=out,
-        x=x,
-        router=kernels.pack(numpy(mixture.router.weight), "float32"),
-        up=kernels.pack(up[held.start : held.stop], "float32", order),
-        down=kernels.pack(down[held.start : held.stop], "float32"),
-        workspace=ExpertsWorkspace(
-            len(x), config.experts, config.experts_per_token, config.hidden, config.expert_intermediate
-        ),
-        top_k=config.experts_per_token,
-        activation=Activation(config.activation, True, config.swiglu_limit or 0.0, config.swiglu_alpha),
-        router_kind="logits" if config.routed_input else config.router,
-        biases=biases,
-        choice_bias=numpy(mixture.router.bias) if config.router_bias else None,
-        groups=(config.expert_groups, config.groups_per_token),
-        on_input=config.routed_input,
-        normalise=config.normalise_choice,
-        scale=config.routed_scale,
-        first=held.start,
-        **fields,  # type: ignore[arg-type]
-    )
-
-
-def build_mixture(config: ModelConfig) -> Mixture:
-    """A layer of experts with random weights."""
-    from meshwright.model.axis_operations import SINGLE_DEVICE
-
-    mixture = Mixture(config, SINGLE_DEVICE)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in mixture.parameters():
-        parameter.data.normal_(0, 0.3, generator=generator)
-    return mixture
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_experts_equal_the_model_layer(kernels: Kernels, name: str):
-    mixture, x = build_mixture(CONFIGS[name]), draw_floats(5, 50, 24)
-    out = np.empty_like(x)
-    run(kernels, mixture_op(kernels, mixture, out, x, range(CONFIGS[name].experts)), batch=one_sequence(50))
-    exact = mixture.double()._forward_routed(wide(x)[None], None)[0][0].detach()
-    assert relative_error(out, exact) < 2e-6
-    for row in (0, 17, 49):
-        alone = np.empty((1, 24), np.float32)
-        op = mixture_op(kernels, build_mixture(CONFIGS[name]), alone, x[row : row + 1], range(CONFIGS[name].experts))
-        run(kernels, op, batch=one_sequence(1))
-        assert np.array_equal(alone[0], out[row])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("name", "tokens"), [*((name, 50) for name in CONFIGS), ("normalised", 700)])
+def test_experts_equal_the_model_layer(kernels: Kernels, name: str, tokens: int, dtype: str):
+    check_experts(kernels, name, dtype, tokens)
 
 
 def test_ranks_that_share_the_experts_add_up_to_all(kernels: Kernels):

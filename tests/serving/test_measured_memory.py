@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -29,8 +30,12 @@ SIZES = ServingSizes(TOKENS, SEQUENCES, LENGTH, blocks=BLOCKS, scored_rows=40)
 
 
 def small_config(name: str) -> ModelConfig:
-    """A small model; of an even number of experts."""
-    return small_models.small_config(name, **({"experts": 4} if name in ("mixtral-tiny", "gpt-oss-tiny") else {}))
+    """A small model; of an even number of experts, and gpt-oss's biases fill no panels."""
+    sizes = {
+        "mixtral-tiny": {"experts": 4},
+        "gpt-oss-tiny": {"experts": 4, "intermediate": 40, "expert_intermediate": 40},
+    }
+    return small_models.small_config(name, **sizes.get(name, {}))
 
 
 def measure(directory: str, layout: str, dtype: str, kernels: str | None = None) -> tuple[int, dict[str, int]]:
@@ -117,53 +122,86 @@ def test_predicted_memory_matches_allocation_in_plain_torch_on_two_ranks(
 
 
 _GROW = """
+import json
 import sys
-from pathlib import Path
 import numpy as np
 from meshwright.kernels.choice import open_kernels
-from meshwright.kernels.operations import Attention, LayerCache, Linear
+from meshwright.kernels.operations import Attention, Experts, ExpertsWorkspace, LayerCache, Linear
+from meshwright.monitoring.memory import read_peak_resident_bytes, read_resident_bytes, reset_peak_rss
 from tests.kernels.conftest import Batch, one_sequence
 
-heads, size, length, tokens, width = map(int, sys.argv[1:])
-kernels = open_kernels()
+tokens, attention, products = json.loads(sys.argv[1])
+kernels, operations = open_kernels(), []
+
+
+def fill(*shape, value=0.0):
+    return np.full(shape, value, np.float32)
+
+
+def pack(*shape):
+    return kernels.pack(fill(*shape), "bfloat16")
+
+
+heads, size, length = attention
 keys, values = (kernels.allocate(shape, np.uint16) for shape in LayerCache.compute_shapes(1, 1, size))
-attention, product = kernels.create_op_list(), kernels.create_op_list()
-qkv = np.zeros((tokens, (heads + 2) * size), np.float32)
-attended, x = np.zeros((tokens, heads * size), np.float32), np.ones((tokens, width), np.float32)
-attention.append(Attention(attended, qkv, LayerCache(keys, values, size), heads, 0.1))
-weight = kernels.pack(np.zeros((16, width), np.float32), "bfloat16")
+cache, qkv = LayerCache(keys, values, size), fill(tokens, (heads + 2) * size)
+operations.append(Attention(fill(tokens, heads * size), qkv, cache, heads, 0.1))
+for kind, count, width in products:
+    x = fill(tokens, width * (count if kind == "heads" else 1))
+    out = fill(tokens, width if kind == "experts" else 16 * count)
+    if kind == "experts":
+        space = ExpertsWorkspace(tokens, count, count, width, 16)
+        for array in vars(space).values():
+            if isinstance(array, np.ndarray):
+                array.fill(0)
+        router = kernels.pack(fill(count, width), "float32")
+        operations.append(Experts(out, x, router, pack(count, 32, width), pack(count, width, 16), space, count))
+    else:
+        steps = (16, width) if kind == "heads" else (0, 0)
+        operations.append(Linear(out, x, pack(count, 16, width), steps=steps))
 kernels.end_packing()
-product.append(Linear(np.zeros((tokens, 16), np.float32), x, weight))
 
 
-def read_resident():
-    return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
-
-
-def run(length):
+def run(op, length):
     positions = np.arange(length - tokens, length, dtype=np.int32)
-    table = np.zeros((1, length // 16), np.int32)
-    attention.run(Batch(positions, positions, positions % 16, np.array([0, tokens], np.int32), table, positions[:0]))
+    table, batch = np.zeros((1, length // 16), np.int32), kernels.create_op_list()
+    batch.append(op)
+    batch.run(Batch(positions, positions, positions % 16, np.array([0, tokens], np.int32), table, positions[:0]))
 
 
-run(tokens)
-before = read_resident()
-run(length)
-product.run(one_sequence(tokens, ()))
-print(read_resident() - before, kernels.instruction_set)
+run(operations[0], tokens)
+reset_peak_rss()
+before = read_resident_bytes()
+for op in operations:
+    run(op, length)
+print(read_peak_resident_bytes() - before, kernels.instruction_set)
 """
 
 
 @NEEDS_COMPILER
-def test_predicted_scratch_is_what_a_long_context_and_a_wide_product_take():
-    """One thread; all positions of the context are in one KV block, so that the cache takes nothing."""
-    heads, size, length, tokens, width = 16, 64, 131072, 48, 131072
-    config = replace(small_config("qwen2-tiny"), head_dim=size)
-    predicted = scratch_bytes(config, heads, 1, StepScratch(tokens, length, 1, width))
-    arguments = [str(each) for each in (heads, size, length, tokens, width)]
-    done = subprocess.run([sys.executable, "-c", _GROW, *arguments], capture_output=True, text=True, cwd=REPOSITORY)
+@pytest.mark.parametrize(
+    ("name", "attention", "products"),
+    [
+        ("qwen2-tiny", (16, 64, 131072), [("dense", 1, 98304), ("dense", 1, 131072), ("dense", 1, 4096)]),
+        ("qwen2-moe-tiny", (1, 16, 64), [("dense", 1, 32768), ("experts", 4, 20480)]),
+        ("deepseek-v2-tiny", (1, 16, 64), [("dense", 1, 1024), ("heads", 16, 4096)]),
+    ],
+)
+def test_predicted_scratch_is_what_long_contexts_and_wide_products_take(
+    name: str, attention: tuple[int, int, int], products: list[tuple[str, int, int]]
+):
+    """One thread; all positions of the context are in one KV block, so that the cache takes nothing. At its peak, the
+    process has no more than the memory of the widest product."""
+    config, tokens, (heads, size, length) = small_config(name), 48, attention
+    most = {kind: max(width for each, _, width in products if each == kind) for kind, _, _ in products}
+    if config.latent is not None:
+        heads = 16
+        size = most["heads"] + config.latent.rotary_dim
+    config = replace(config, head_dim=size, **({"experts_per_token": 4} if "experts" in most else {}))
+    arguments = json.dumps((tokens, attention, products))
+    done = subprocess.run([sys.executable, "-c", _GROW, arguments], capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
     grown, instruction_set = done.stdout.split()
-    if instruction_set not in ("amx", "avx512_bf16"):  # the others round no rows
-        predicted = scratch_bytes(config, heads, 1, StepScratch(tokens, length, 1, 0))
+    rounded = (most["dense"], most.get("experts", 0)) if instruction_set in ("amx", "avx512_bf16") else (0, 0)
+    predicted = scratch_bytes(config, heads, 1, StepScratch(tokens, length, 1, *rounded))
     assert 0.8 * predicted - 2**20 < int(grown) < predicted + 2**20

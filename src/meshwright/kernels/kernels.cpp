@@ -8,7 +8,7 @@
 
 #include "attention.h"
 
-// --- rows of one token ------------------------------------------------------------------------------------------------
+// --- rows of one token -----------------------------------------------------------------------------------------------
 
 static void embed(const Op& op, const Step& step, long t, float* out) {
     const Matrix& table = op.matrix;
@@ -37,9 +37,8 @@ static void normalise(const float* x, float* out, const float* weight, const flo
     }
     const Vec scale = broadcast(1.0f / std::sqrt(sum(squares) / size + epsilon));
     for (long i = 0; i < size; i += LANES) {
-        Vec y = (load(x + i, size - i) - broadcast(mean)) * scale * load(weight + i, size - i);
-        if (bias) y = y + load(bias + i, size - i);
-        store(out + i, y, size - i);
+        const Vec y = (load(x + i, size - i) - broadcast(mean)) * scale * load(weight + i, size - i);
+        store(out + i, bias ? y + load(bias + i, size - i) : y, size - i);
     }
 }
 
@@ -77,7 +76,7 @@ static void scale_row(const Op& op, long t, const float* in, float* out) {
     }
 }
 
-// --- mixture of experts -----------------------------------------------------------------------------------------------
+// --- mixture of experts ----------------------------------------------------------------------------------------------
 
 // Turns one token's router logits into scores (`mode`: `Router`) and chooses its experts.
 static void route(const Op& op, long t) {
@@ -97,7 +96,7 @@ static void route(const Op& op, long t) {
     float* best = rating + r.count;  // of each group: the best rating, of sigmoids the sum of the two best
     for (long g = 0; g < r.groups && r.kept < r.groups; ++g) {
         const float* group = rating + g * size;
-        std::partial_sort_copy(group, group + size, best + g, best + g + 1 + (op.mode == SIGMOID), std::greater<float>());
+        std::partial_sort_copy(group, group + size, best + g, best + g + 1 + (op.mode == SIGMOID), std::greater<>());
         if (op.mode == SIGMOID) best[g] += best[g + 1];
     }
     for (long kept = r.groups, worst = 0; kept > r.kept; --kept, worst = 0) {
@@ -109,14 +108,13 @@ static void route(const Op& op, long t) {
         const long chosen = std::max_element(rating, rating + r.count) - rating;
         r.experts[t * r.top_k + k] = int32_t(chosen);
         rating[chosen] = -INFINITY;
-        weights[k] = op.mode == LOGITS ? largest(sigmoid(broadcast(scores[chosen]))) : scores[chosen];
-        chosen_sum += weights[k];
+        chosen_sum += weights[k] = op.mode == LOGITS ? largest(sigmoid(broadcast(scores[chosen]))) : scores[chosen];
     }
     const float norm = r.normalise ? chosen_sum + 1e-20f : 1.0f;
     for (long k = 0; k < r.top_k; ++k) weights[k] = weights[k] / norm * r.scale;
 }
 
-static void group_assignments(const Op& op, const Step& step) {
+static void sort_assignments(const Op& op, const Step& step) {
     const Routing& r = op.routing;
     for (long e = 0, count = 0; e < r.held; ++e) {
         for (long a = 0; a < step.token_count * r.top_k; ++a)
@@ -138,7 +136,7 @@ static void combine(const Op& op, long t, float* out) {
     }
 }
 
-// --- execution --------------------------------------------------------------------------------------------------------
+// --- execution -------------------------------------------------------------------------------------------------------
 
 struct Run {
     const Op* ops; long count; const Step* step; long threads;
@@ -151,8 +149,7 @@ struct Run {
     long rows = 0;  // that are rounded for a matrix of a product
 };
 
-static void find_tiles(Run& run) {
-    const Step& step = *run.step;
+static void find_tiles(const Step& step, Run& run) {
     for (long s = 0; s < step.sequences; ++s)
         for (long first = step.starts[s]; first < step.starts[s + 1]; first += QUERY_TILE) {
             run.tiles.push_back({s, first, std::min(QUERY_TILE, step.starts[s + 1] - first)});
@@ -170,9 +167,9 @@ static void multiply(const Op& op, Run& run, long item, long count) {
     for (long taken; count; item += taken, count -= taken) {
         const long index = std::upper_bound(run.ends.begin(), run.ends.end(), item) - run.ends.begin();
         const Items items(op, *run.step, index);
-        const long own = index ? item - run.ends[index - 1] : item, most = items.rows > 4 ? GROUP_PANELS / 2 : GROUP_PANELS;
-        taken = std::min({count, items.pairs - own % items.pairs, most});
-        multiply_items(op, items, own, taken, index, ROUNDS && op.matrix.bf16 ? rounded_rows(op, run, index) : nullptr);
+        const long own = index ? item - run.ends[index - 1] : item, left = items.group - own % items.group;
+        taken = std::min({count, left, items.rows > FEW_ROWS ? MOST_PAIRS : MOST_PAIRS_OF_FEW_ROWS});
+        multiply_items(op, items, own, taken, ROUNDS && op.matrix.bf16 ? rounded_rows(op, run, index) : nullptr);
     }
 }
 
@@ -180,7 +177,7 @@ static void attend(const Op& op, Run& run, long item) {
     const long unit = item / run.parts, head = unit % op.cache.kv_heads;
     const QueryTile& tile = run.tiles[unit / op.cache.kv_heads];
     const int32_t* positions = run.step->positions + tile.first;
-    const long first = first_visible(op, positions[0]) / SPAN_TOKENS, last = positions[tile.count - 1] / SPAN_TOKENS + 1;
+    const long first = first_visible(op, *positions) / SPAN_TOKENS, last = positions[tile.count - 1] / SPAN_TOKENS + 1;
     const long scored = tile.count * op.heads / op.cache.kv_heads * SECTION_TOKENS;
     float* scores = take_scratch(scored + (run.parts > 1 ? 0 : (last - first) * run.floats));
     float* sums = run.parts > 1 ? run.partials.data() + unit * run.spans * run.floats : scores + scored;
@@ -191,61 +188,63 @@ static void attend(const Op& op, Run& run, long item) {
         finish_tile(op, tile, head, last - first, sums, run.floats);
 }
 
-// Allocates the memory that the current operation shares; returns the number of its work items.
+// Allocates the memory that the current operation shares, and does what one thread does alone; returns the number of
+// work items.
 static long begin_items(const Op& op, Run& run) {
     const long rows = count_rows(op, *run.step), units = long(run.tiles.size()) * op.cache.kv_heads;
     switch (op.kind) {
-        case ROUND:
-            run.rows = op.routing.order ? op.routing.ends[op.matrix.count - 1] : rows;
+        case ROUND: {
             if (!ROUNDS) return 0;
-            run.rounded.resize((run.rows * (op.in_step ? op.matrix.count : 1) + 31) * rounded_stride(op.matrix.k) / AMX_K);
-            return run.rows * (op.in_step ? op.matrix.count : 1);
+            run.rows = op.routing.order ? op.routing.ends[op.matrix.count - 1] : rows;
+            const long inputs = run.rows * (op.in_step ? op.matrix.count : 1);
+            grow(run.rounded, (inputs + 31) * rounded_stride(op.matrix.k) / AMX_K);
+            return inputs;
+        }
         case LINEAR:
             run.ends.resize(op.matrix.count);
-            for (long e = 0, items = 0; e < op.matrix.count; ++e) run.ends[e] = items += Items(op, *run.step, e).count();
+            for (long e = 0, end = 0; e < op.matrix.count; ++e) run.ends[e] = end += Items(op, *run.step, e).count();
             return run.ends.back();
         case ATTENTION:
             run.floats = run.tile_tokens * op.heads / op.cache.kv_heads * partial_floats(op.cache.head_dim);
-            run.parts = std::min(run.spans, (4 * run.threads - 1) / std::max(units, 1L) + 1);  // more where units are few
+            run.parts = std::min(run.spans, (4 * run.threads - 1) / std::max(units, 1L) + 1);  // more if units are few
             if (run.threads == 1 || units * run.spans * run.floats > MOST_PARTIALS) run.parts = 1;
-            if (run.parts > 1) run.partials.resize(units * run.spans * run.floats);
+            if (run.parts > 1) grow(run.partials, units * run.spans * run.floats);
             run.done.assign(units, 0);
             return units * run.parts;
-        case GROUP: return 1;
+        case SORT: return sort_assignments(op, *run.step), 0;
         default: return rows;
-    }
-}
-
-static void execute_row(const Op& op, Run& run, long item) {
-    float* out = op.out + item * op.out_stride;
-    // A norm of outputs reads the rows of the tokens whose logits are wanted.
-    const auto in = op.in + (op.kind == NORM && op.outputs ? run.step->output_rows[item] : item) * op.in_stride;
-    switch (op.kind) {
-        case EMBED: return embed(op, *run.step, item, out);
-        case NORM: return normalise(in, out, op.weight, op.bias, op.size, op.epsilon, op.mode);
-        case ROUND: return round_row(input_of(op, item % run.rows, item / run.rows), op.matrix.k,
-                                     rounded_rows(op, run, 0) + item * rounded_stride(op.matrix.k));
-        case ROPE_STORE: return (op.cache.bf16 ? rope_store<bfloat16> : rope_store<float>)(op, *run.step, item);
-        case ATTENTION: return attend(op, run, item);
-        case ROUTE: return route(op, item);
-        case GROUP: return group_assignments(op, *run.step);
-        case COMBINE: return combine(op, item, out);
-        case SCALE: return scale_row(op, item, in, out);
     }
 }
 
 static void execute(const Op& op, Run& run, long item, long count) {
     if (op.kind == LINEAR) return multiply(op, run, item, count);
-    for (const long end = item + count; item < end; ++item) execute_row(op, run, item);
+    for (const long end = item + count; item < end; ++item) {
+        float* out = op.out + item * op.out_stride;
+        // A norm of outputs reads the rows of the tokens whose logits are wanted.
+        const auto in = op.in + (op.kind == NORM && op.outputs ? run.step->output_rows[item] : item) * op.in_stride;
+        switch (op.kind) {
+            case EMBED: embed(op, *run.step, item, out); break;
+            case NORM: normalise(in, out, op.weight, op.bias, op.size, op.epsilon, op.mode); break;
+            case ROUND: round_row(input_of(op, item % run.rows, item / run.rows), op.matrix.k,
+                                  rounded_rows(op, run, 0) + item * rounded_stride(op.matrix.k)); break;
+            case ROPE_STORE: (op.cache.bf16 ? rope_store<bfloat16> : rope_store<float>)(op, *run.step, item); break;
+            case ATTENTION: attend(op, run, item); break;
+            case ROUTE: route(op, item); break;
+            case COMBINE: combine(op, item, out); break;
+            case SCALE: scale_row(op, item, in, out);
+        }
+    }
 }
 
-// Each thread has a range of the current operation's items and takes half of what is left of it again and again, so that
-// it reads weights in one stream and all threads end at about the same time; then it takes from the others' ranges.
-// Threads count their finished items when they find none left: who counts the last item begins the next operation. Until
-// then the operation stays the current one, so that a thread always counts its items for the operation they belong to. A
-// thread without a core delays the others only between taking items and counting them. A waiting thread prefetches the
-// weights that it multiplies next. As many threads as CPUs are bound to one each: beside other processes the scheduler
-// may leave two of them on one CPU for many milliseconds. The calling thread is bound while it runs operations.
+// Each thread has a range of the current operation's items and takes several at once, at most half of what is left of
+// it, so that it reads weights in one stream and all threads end at about the same time; items of attention, of which
+// one may take as long as a hundred others, it takes one by one. Then it takes from the others' ranges. Threads count
+// their finished items when they find none left: who counts the last item begins the next operation. Until then the
+// operation stays the current one, so that a thread always counts its items for the operation they belong to. A thread
+// without a core delays the others only between taking items and counting them. A waiting thread prefetches the weights
+// that it multiplies next, unless they are experts'. As many threads as CPUs are bound to one each: beside other
+// processes the scheduler may leave two of them on one CPU for many milliseconds. The calling thread is bound while it
+// runs operations.
 struct Pool {
     explicit Pool(long threads) : ranges_(threads) {
         cpu_set_t all;
@@ -261,15 +260,16 @@ struct Pool {
         cpu_set_t before{};
         if (!cpus_.empty()) sched_getaffinity(0, sizeof before, &before), bind(0);
         run_ = {ops, count, step, long(ranges_.size()), std::move(run_.partials), std::move(run_.rounded)};
-        find_tiles(run_);
+        find_tiles(*step, run_);
         current_ = -1;
         begin_next();
         for (uint64_t seen; (seen = take_items(0)) & MASK;) wait_for_change(ranges_[0], seen);  // no items: all is done
         if (!cpus_.empty()) sched_setaffinity(0, sizeof before, &before);
     }
 
-    static constexpr uint64_t BITS = 24, MASK = (1 << BITS) - 1, MOST_LINES = 4096;  // prefetched during a wait
-    static constexpr long MOST_ITEMS = 8, FEW_ROWS = 4;  // taken at once; done by the thread that begins an operation
+    static constexpr uint64_t BITS = 24, MASK = (1 << BITS) - 1;
+    static constexpr uint64_t MOST_LINES = 4096;  // prefetched during a wait
+    static constexpr long MOST_ITEMS = 8, FEW_ITEMS = 4;  // taken at once; done by the thread that begins an operation
     struct alignas(64) Range {
         std::atomic<uint64_t> ticket{0};  // number of the operation, end of the range, next item
         std::atomic<const char*> ahead{nullptr};  // what the thread prefetches next: weights of the next product
@@ -287,7 +287,7 @@ struct Pool {
             for (size_t i = 0; i < ranges_.size(); ++i) {
                 auto& next = ranges_[(thread + i) % ranges_.size()].ticket;
                 while (const uint64_t left = count_left(ticket = next.load(std::memory_order_relaxed))) {
-                    const uint64_t count = std::min<uint64_t>(MOST_ITEMS, (left + 1) / 2);
+                    const uint64_t count = std::min(most_.load(std::memory_order_relaxed), (left + 1) / 2);
                     if (next.compare_exchange_weak(ticket, ticket + count, std::memory_order_acq_rel))
                         execute(run_.ops[current_], run_, long(ticket & MASK), long(count)), mine += count;
                 }
@@ -301,15 +301,16 @@ struct Pool {
         while (!items && ++current_ < run_.count) {
             const Op& op = run_.ops[current_];
             items = begin_items(op, run_);
+            most_.store(op.kind == ATTENTION ? 1 : MOST_ITEMS, std::memory_order_relaxed);
             // A few rows are done before others could help. Products need the AMX tiles, which may not be loaded here.
-            if (items <= FEW_ROWS && op.kind != LINEAR && op.kind != ATTENTION) execute(op, run_, 0, items), items = 0;
+            if (items <= FEW_ITEMS && op.kind != LINEAR && op.kind != ATTENTION) execute(op, run_, 0, items), items = 0;
         }
         long next = current_ + 1;
         while (next < run_.count && (run_.ops[next].kind != LINEAR || run_.ops[next].routing.order)) ++next;
         for (size_t i = 0; i < ranges_.size() && next < run_.count; ++i) {
-            const Items all(run_.ops[next], *run_.step, 0);
-            const uint64_t pair = begin_of(i, all.count()) % all.pairs;
-            ranges_[i].ahead.store(panel_at(run_.ops[next].matrix, 0, 2 * pair), std::memory_order_relaxed);
+            const Matrix& matrix = run_.ops[next].matrix;  // the pairs of panels of all matrices follow one another
+            const long pairs = matrix.count * ((matrix.n + 2 * LANES - 1) / (2 * LANES));
+            ranges_[i].ahead.store(panel_at(matrix, 0, 2 * begin_of(i, pairs)), std::memory_order_relaxed);
         }
         publish(items);
     }
@@ -321,7 +322,7 @@ struct Pool {
                                     std::memory_order_release);
         ranges_[0].ticket.notify_all();
     }
-    uint64_t begin_of(uint64_t range, uint64_t items) const { return (items * range + ranges_.size() - 1) / ranges_.size(); }
+    uint64_t begin_of(uint64_t i, uint64_t items) const { return (items * i + ranges_.size() - 1) / ranges_.size(); }
     // Prefetches, spins for about 40 microseconds, then sleeps.
     void wait_for_change(Range& range, uint64_t seen) {
         const uint64_t start = __rdtsc();
@@ -335,6 +336,7 @@ struct Pool {
     Run run_{};
     long current_ = 0; uint64_t number_ = 0;
     std::atomic<bool> stop_{false};
+    std::atomic<uint64_t> most_{MOST_ITEMS};  // items that a thread takes at once
     alignas(64) std::atomic<uint64_t> left_{0};  // items of the current operation that are not counted yet
     alignas(64) std::vector<Range> ranges_;
     std::vector<cpu_set_t> cpus_;  // the CPU of each thread; empty: they are not bound

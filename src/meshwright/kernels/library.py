@@ -16,7 +16,7 @@ from meshwright.kernels.op_list import OpList
 from meshwright.kernels.structures import BFLOAT16, Array, PackedMatrix
 
 _CHUNK = 64 << 20  # bytes of a block from which small arrays are allocated
-_PACKED_ROWS = 256  # that a thread packs per task
+_PACKED_ELEMENTS = 1 << 19  # that a thread packs per task, of at most 256 rows
 
 
 class Kernels:
@@ -73,15 +73,15 @@ class Kernels:
         row_bytes = -(-k // 32) * 32 * 2 if dtype == "bfloat16" else k * 4
         buffer = self.allocate((count * -(-n // 32) * 32 * row_bytes,), np.uint8)
         packed = PackedMatrix(buffer, n, k, count, dtype == "bfloat16")
-        # A word is one float32, or two bfloat16 of consecutive k.
-        words = buffer.view(np.uint32).reshape(count, -(-n // 32), -1, 2, 16)
-        tasks = [(index, row) for index in range(count) for row in range(0, n, _PACKED_ROWS)]
+        words = packed.words
+        at_once = max(32, _PACKED_ELEMENTS // max(k, 2048) // 32 * 32)  # rows
+        tasks = [(index, row) for index in range(count) for row in range(0, n, at_once)]
 
         def pack_rows(number: int) -> None:
-            """Pack this thread's share of the weight; `number`: index of the thread. Of the tasks (256 rows of one
-            matrix each), thread i of n packs tasks i, i + n, i + 2n ..."""
+            """Pack this thread's share of the weight; `number`: index of the thread. Of the tasks (some rows of
+            one matrix each), thread i of n packs tasks i, i + n, i + 2n ..."""
             for index, row in tasks[number :: self._threads]:
-                matrix, block = matrices[index], slice(row, row + _PACKED_ROWS)
+                matrix, block = matrices[index], slice(row, row + at_once)
                 rows = matrix[block if order is None else order[block]]
                 out = words[index, row // 32 : -(-(row + len(rows)) // 32)]
                 same = packed.bfloat16 == (rows.dtype == BFLOAT16) and rows.flags.c_contiguous

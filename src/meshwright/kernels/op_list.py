@@ -31,7 +31,7 @@ _INT32 = np.dtype(np.int32)
 Execute = Callable[["ctypes.Array[structures.Op]", int, int, structures.Step], None]
 """Executes the entries from one index to another (exclusive) of an array of operations on a step."""
 
-_KINDS = "embed norm round linear rope_store attention route group combine scale"
+_KINDS = "embed norm round linear rope_store attention route sort combine scale"
 KIND = {name: number for number, name in enumerate(_KINDS.split())}
 """Numbers of the kinds of operations in `structures.h`."""
 
@@ -156,8 +156,8 @@ def _lower_norm(op: Norm) -> Iterator[structures.Op]:
 
 
 def _lower_linear(op: Linear) -> Iterator[structures.Op]:
-    """Yield the ctypes struct of the `Linear` operation `op`. Raises `ValueError` if a matrix reads or writes columns
-    that a buffer does not have, or if several matrices have no column strides."""
+    """Yield the ctypes structs of the `Linear` operation `op`: two in bfloat16, else one. Raises `ValueError` if a
+    matrix reads or writes columns that a buffer does not have, or if several matrices have no column strides."""
     weight, (out_step, in_step) = op.weight, op.steps
     width = _find_width(weight.n, op.out.shape[1], op.activation)
     bias, last = get_address(op.bias, np.float32, weight.count * weight.n), weight.count - 1
@@ -221,10 +221,10 @@ def _lower_attention(op: Attention) -> Iterator[structures.Op]:
 
 
 def _lower_latent_attention(op: LatentAttention) -> Iterator[structures.Op]:
-    """Yield the ctypes structs of the latent attention `op`, one per operation, in this order: (1) projection of the
-    input; (2) norm of the latent vector; (3) norm and projection of the queries' latent vector, if the model has one;
-    (4) rotation and cache write; (5) product of the queries with the key projection; (6) attention; (7) product of its
-    output with the value projection."""
+    """Yield the ctypes structs of the latent attention `op` in this order: (1) projection of the input; (2) norm of the
+    latent vector; (3) norm and projection of the queries' latent vector, if the model has one; (4) rotation and cache
+    write; (5) product of the queries with the key projection; (6) attention; (7) product of its output with the value
+    projection. Products in bfloat16 take two."""
     heads, rank, plain, cached = op.key_up.count, op.key_up.n, op.key_up.k, op.cache.head_dim
     begin = heads * cached
     queries = op.wide[:, begin + cached :]
@@ -257,9 +257,10 @@ def _lower_latent_attention(op: LatentAttention) -> Iterator[structures.Op]:
 
 
 def _lower_experts(op: Experts) -> Iterator[structures.Op]:
-    """Yield the six ctypes structs of the mixture-of-experts layer `op`: router product, top-k choice, sorting of the
-    assignments by expert, up projections with their activation, down projections, weighted sum. Raises
-    `ValueError` if the workspace was allocated for another number of experts or another top-k than the layer has."""
+    """Yield the ctypes structs of the mixture-of-experts layer `op`: router product, top-k choice, sorting of the
+    assignments by expert, up projections with their activation, down projections, weighted sum; projections in bfloat16
+    take two each. Raises `ValueError` if the workspace was allocated for another number of experts or another top-k
+    than the layer has."""
     space, count = op.workspace, op.router.n
     if space.scores.shape[1] != count or space.chosen.shape[1] != op.top_k:
         raise ValueError(
@@ -275,7 +276,7 @@ def _lower_experts(op: Experts) -> Iterator[structures.Op]:
     of_down = get_address(op.biases[2], np.float32, op.up.count * hidden)
     yield from _lower_linear(Linear(space.scores, op.x, op.router, op.biases[0]))
     yield _make_op("route", space.scores, None, width=count, mode=_ROUTER[op.router_kind], bias=bias, routing=routing)
-    yield _make_op("group", space.scores, None, width=count, routing=routing)
+    yield _make_op("sort", space.scores, None, width=count, routing=routing)
     factors = space.weights.ctypes.data if op.on_input else None
     yield from _make_product(
         space.act, op.x, op.up, op.activation, width=_find_width(op.up.n, width, op.activation), mode=True, bias=of_up,

@@ -122,12 +122,14 @@ class Activation:
 class Linear:
     """Linear layer: out = activation(x Wᵀ + bias), from input size X to output size Y.
 
-    out, x: [rows, Y] and [rows, X]; with a gated activation `out` is [rows, F]. weight: packed W [Y, X], or [count, Y,
-    X] with `steps`. bias: [Y], or [count Y] in the order of the matrices (None: 0). accumulate: if True, the result
-    is added to the present values of `out` (a residual connection). rows: "tokens" if `x` and `out` have a row per
-    token of the step, "outputs" if a row per token whose logits are wanted. steps: column strides (of `out`, of
-    `x`) between matrices, if `weight` has several (one per head). Matrix i reads X columns of `x` from column i *
-    steps[1] on, and writes Y columns of `out` from column i * steps[0] on. activation: of the results (None: none)."""
+    out, x: [rows, Y] and [rows, X]. weight: packed W [Y, X], or [count, Y, X] with `steps`. bias: [Y], or [count Y] in
+    the order of the matrices (None: 0). With a gated activation `out` is [rows, F], and Y is twice F padded to a
+    multiple of 16: the rows of W and elements of `bias` are in the order of `row_order.find_gate_order`. accumulate: if
+    True, the result is added to the present values of `out` (a residual connection). rows: "tokens" if `x` and `out`
+    have a row per token of the step, "outputs" if a row per token whose logits are wanted. steps: column strides (of
+    `out`, of `x`) between matrices, if `weight` has several (one per head). Matrix i reads X columns of `x` from column
+    i * steps[1] on, and writes Y columns of `out` from column i * steps[0] on. activation: of the results (None:
+    none)."""
 
     out: Float32
     x: Float32

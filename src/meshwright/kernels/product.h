@@ -17,7 +17,9 @@ struct alignas(64) Pairs { bfloat16 value[2 * LANES]; };  // 16 columns x 2 cons
 // registers; AVX-512 leaves some for 8 broadcast inputs.
 template <class W> constexpr int ACCUMULATORS = PARTS == 1 ? 18 : std::is_same_v<W, Pairs> ? 5 : 6;
 template <class W> constexpr int TILE_ROWS = std::min(8, ACCUMULATORS<W>);
-constexpr long BLOCK_ROWS = 256, GROUP_PANELS = 8, SUMS = BLOCK_ROWS * GROUP_PANELS * LANES;  // of most work items
+// Most pairs of panels that a thread multiplies by a row block at once, and of those by few rows.
+constexpr long MOST_PAIRS = 4, MOST_PAIRS_OF_FEW_ROWS = 8, FEW_ROWS = 4;
+constexpr long BLOCK_ROWS = 256, SUMS = BLOCK_ROWS * 2 * MOST_PAIRS * LANES;  // of most work items
 constexpr bool ROUNDS = DEFINED(__AVX512BF16__);  // products with bfloat16 weights take inputs rounded to bfloat16
 constexpr bool AMX = DEFINED(__AMX_BF16__);
 constexpr long SECTION = ROUNDS ? 1024 : 256, AMX_K = 32;  // k of one AMX tile, to which panels are padded
@@ -81,14 +83,12 @@ template <int Panels, class X, class W, int R = TILE_ROWS<W>> static void multip
         for (long n; (n = rows - end) >= R && (n - 1) / ((n - 1) / TILE_ROWS<W> + 1) + 1 == R;) end += R;
         for (long p = 0, count; end && p < panels; p += count) {
             count = p + most <= panels ? most : 1;
-            for (long r = 0; r < end; r += R) {
-                float* at = sums + r * columns + p * LANES;
-                const auto tile = count > 1 ? multiply_tile<X, W, R, most> : multiply_tile<X, W, R, 1>;
-                tile(x + r, w + p, (r ? w : next) + p, stride, depth, at, columns, fresh);
-            }
+            const auto tile = count > 1 ? multiply_tile<X, W, R, most> : multiply_tile<X, W, R, 1>;
+            for (long r = 0; r < end; r += R)
+                tile(x + r, w + p, (r ? w : next) + p, stride, depth, sums + r * columns + p * LANES, columns, fresh);
         }
-        next = end ? w : next;
-        multiply<Panels, X, W, R - 1>(x + end, rows - end, w, next, panels, stride, depth, sums + end * columns, columns, fresh);
+        multiply<Panels, X, W, R - 1>(x + end, rows - end, w, end ? w : next, panels, stride, depth,
+                                      sums + end * columns, columns, fresh);
     }
 }
 
@@ -96,8 +96,8 @@ template <int Panels, class X, class W, int R = TILE_ROWS<W>> static void multip
 alignas(64) [[maybe_unused]] static const uint64_t TILES[8] = {
     1, 0, 0x40004000400040, 0x40004000400040, 0, 0, 0x1010101010101010};
 
-// Elements of a row that is rounded for a product: k padded for tiles, and not a multiple of a page, so that the rows of
-// a tile are in different sets of a cache.
+// Elements of a row that is rounded for a product: k padded for tiles, and not a multiple of a page, so that the rows
+// of a tile are in different sets of a cache.
 static long rounded_stride(long k) { return (k + AMX_K - 1) / AMX_K * AMX_K + AMX_K; }
 
 // out[0 .. depth) = x rounded to bfloat16, then zeros up to a multiple of AMX_K. Both instructions that read it take
@@ -140,11 +140,16 @@ static void multiply_by_amx(const bfloat16* x, long x_stride, long rows, const P
 }
 #endif
 
+// Lengthens `memory` to `size` if it is shorter, without what it holds: old and new memory do not exist together.
+template <class T> static T* grow(std::vector<T>& memory, long size) {
+    if (long(memory.size()) < size) memory = std::vector<T>(), memory.resize(size);
+    return memory.data();
+}
+
 // Memory of one thread, kept from item to item.
 static float* take_scratch(long count) {
     thread_local std::vector<Pairs> memory;
-    if (long(memory.size() * LANES) < count) memory.resize(count / LANES + 1);
-    return (float*)memory.data();
+    return (float*)grow(memory, count / LANES + 1);
 }
 
 // The first line (64 bytes) of a panel, of which each is two lines after the one before.
@@ -159,31 +164,34 @@ template <class W> static void multiply_panels(const void* const* x, long rows, 
                                               long count, float* sums, long columns, bool fresh) {
     constexpr bool pairs = std::is_same_v<W, Pairs>, rounds = ROUNDS && pairs;
     using X = std::conditional_t<rounds, bfloat16, float>;
-    const W* at[2 * GROUP_PANELS + 2]; const X* row[BLOCK_ROWS];
+    const W* at[2 * MOST_PAIRS_OF_FEW_ROWS + 2]; const X* row[BLOCK_ROWS];
     for (long begin = 0; begin < w.k; begin += SECTION, fresh = false) {
-        const long depth = std::min(SECTION, w.k - begin), stride = 2 * (64 / sizeof(W));
+        // Rounded rows and panels have a 0 after an odd k.
+        const long depth = std::min(SECTION, w.k + (rounds & w.k) - begin), stride = 2 * (64 / sizeof(W));
         for (long p = 0; p < count + 2; ++p)  // those after the last panel are only prefetched
             at[p] = (const W*)panel_at(w, index, panel + p) + begin / (1 + pairs) * stride;
         for (long r = 0; r < rows; ++r) row[r] = (const X*)x[r] + begin;
         if constexpr (AMX && pairs)
             multiply_by_amx(row[0], rounded_stride(w.k), rows, at, count, depth, sums, columns, fresh);
-        // Rounded rows and panels have a 0 after an odd k. A tile of few rows waits for its own stream, which the
-        // processor prefetches; software prefetches of lines further ahead make it slower.
-        else multiply<2>(row, rows, at, at + (rows > 4) * 2, count, stride, depth + (rounds & depth), sums, columns, fresh);
+        // A tile of few rows waits for its own stream, which the processor prefetches; software prefetches of lines
+        // further ahead make it slower.
+        else multiply<2>(row, rows, at, at + (rows > FEW_ROWS) * 2, count, stride, depth, sums, columns, fresh);
     }
 }
 
 static long count_rows(const Op& op, const Step& step) { return op.outputs ? step.outputs : step.token_count; }
 
-// Work items of a product with one matrix: row blocks x pairs of panels, of which those of a row block follow one
-// another. Rows are those of x or, of experts (`order`), sorted assignments from `begin` on.
+// Work items of a product with one matrix, of which each is a pair of panels times a row block: groups of pairs x row
+// blocks x the pairs of a group, so that several row blocks read the panels of a group from memory once. The last items
+// may be empty. Rows are those of x or, of experts (`order`), sorted assignments from `begin` on.
 struct Items {
-    long begin, rows, panels, pairs;
+    long index, begin, rows, panels, blocks, group;  // index: of the matrix
     Items(const Op& op, const Step& step, long index)
-        : begin(op.routing.order && index ? op.routing.ends[index - 1] : 0),
+        : index(index), begin(op.routing.order && index ? op.routing.ends[index - 1] : 0),
           rows(op.routing.order ? op.routing.ends[index] - begin : count_rows(op, step)),
-          panels((op.matrix.n + LANES - 1) / LANES), pairs((panels + 1) / 2) {}
-    long count() const { return (rows + BLOCK_ROWS - 1) / BLOCK_ROWS * pairs; }
+          panels((op.matrix.n + LANES - 1) / LANES), blocks((rows + BLOCK_ROWS - 1) / BLOCK_ROWS),
+          group(blocks > 1 ? MOST_PAIRS : (panels + 1) / 2) {}
+    long count() const { return (panels + 2 * group - 1) / (2 * group) * blocks * group; }
 };
 
 // Row of x from which row `r` of a product is computed. Inputs of experts' first products (`mode`) are those of tokens.
@@ -204,29 +212,29 @@ static Vec activate(const Op& op, Vec gate, Vec up) {
     return op.gated ? gate * up : gate;
 }
 
-// Some items of a row block of the product with matrix `index`: out[row] (+)= activation(x[row] Wᵀ + bias). The first
-// products of experts may have factors, `weight` of each assignment (Llama 4). If `gated`, panels of gate and up
-// alternate. `rounded`: rows of x, if the product takes rounded ones. Products of whole panels without more are summed
-// in `out` itself, but by AMX, whose tiles have 16 rows.
-static void multiply_items(const Op& op, const Items& items, long item, long count, long index, const bfloat16* rounded) {
-    const long block = item / items.pairs * BLOCK_ROWS, first = items.begin + block, panel = item % items.pairs * 2;
+// Some items of a row block and group: out[row] (+)= activation(x[row] Wᵀ + bias). The first products of experts may
+// have factors, `weight` of each assignment (Llama 4). If `gated`, panels of gate and up alternate. `rounded`: rows of
+// x, if the product takes rounded ones. Products of whole panels without `more` are summed in `out` itself, but by AMX,
+// whose tiles have 16 rows.
+static void multiply_items(const Op& op, const Items& items, long item, long count, const bfloat16* rounded) {
+    const long index = items.index, group = item / items.group, block = group % items.blocks * BLOCK_ROWS;
+    const long panel = 2 * (group / items.blocks * items.group + item % items.group), first = items.begin + block;
     const long rows = std::min(BLOCK_ROWS, items.rows - block), step = op.gated ? 2 * LANES : LANES;
     const long panels = std::min(2 * count, items.panels - panel), columns = panels * LANES;
     const void* x[BLOCK_ROWS]; float* out[BLOCK_ROWS]; long place[BLOCK_ROWS];
-    const bool plain = !op.bias && !op.activation && !op.routing.order && op.matrix.n % LANES == 0;
-    const bool direct = plain && !(AMX && op.matrix.bf16);
-    float* sums = take_scratch(SUMS);
+    const bool more = op.bias || op.activation || op.routing.order || op.matrix.n % LANES || (AMX && op.matrix.bf16);
     for (long r = 0; r < rows; ++r) {
         place[r] = op.routing.order ? op.routing.order[first + r] : first + r;
         out[r] = op.out + place[r] * op.out_stride + index * op.out_step + panel * LANES * LANES / step;
         x[r] = rounded ? (void*)(rounded + (first + r) * rounded_stride(op.matrix.k)) : input_of(op, first + r, index);
     }
     const long at_once = rows > 8 || op.matrix.k <= SECTION ? panels : 2;  // few rows: panels in the order of memory
+    float* sums = more ? take_scratch(SUMS) : out[0];
+    const auto product = op.matrix.bf16 ? multiply_panels<Pairs> : multiply_panels<float>;
     for (long p = 0; p < panels; p += at_once)
-        (op.matrix.bf16 ? multiply_panels<Pairs> : multiply_panels<float>)(
-            x, rows, op.matrix, index, panel + p, std::min(at_once, panels - p), (direct ? out[0] : sums) + p * LANES,
-            direct ? op.out_stride : columns, !direct || !op.accumulate);
-    for (long r = 0; r < rows && !direct; ++r)
+        product(x, rows, op.matrix, index, panel + p, std::min(at_once, panels - p), sums + p * LANES,
+                more ? columns : op.out_stride, more || !op.accumulate);
+    for (long r = 0; r < rows && more; ++r)
         for (long c = 0; c < columns; c += step) {
             const auto result = [&](long at) {
                 const long column = panel * LANES + at;

@@ -32,6 +32,12 @@ class PackedMatrix:
     count: int
     bfloat16: bool
 
+    @property
+    def words(self) -> npt.NDArray[np.uint32]:
+        """View of the buffer, [count, pairs of panels, lines of a panel, 2 panels, 16 outputs]: a word is one float32,
+        or two bfloat16 of consecutive k, of one output."""
+        return self.buffer.view(np.uint32).reshape(self.count, -(-self.n // 32), -1, 2, 16)
+
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
@@ -98,7 +104,9 @@ class Op(ctypes.Structure):
     of float32 rows, `out_stride` and `in_stride` elements apart. out_step, in_step: column strides of `out` and
     `input` in elements, from one matrix (or head) to the next. size: number of elements that it writes to a row of
     `out`. rotated: number of rotated features of a head. matrix: weight or embedding table. routing: assignment to
-    experts. Other fields have the name and meaning that they have in the dataclasses of `operations`."""
+    experts. Of a product with an activation, `softcap` and `scale` are the activation's `limit` and `alpha`, and
+    `weight` is the address of a factor for each assignment to experts. Other fields have the name and meaning that they
+    have in the dataclasses of `operations`."""
 
     _fields_ = [
         *_make_typed_fields(_INT, "kind mode outputs accumulate activation gated"),

@@ -12,10 +12,10 @@ typedef uint16_t bfloat16;
 
 #ifdef __AVX512F__
 typedef __m512 Part;
-#define MULTIPLY_ADD _mm512_fmadd_ps
+#define FMA _mm512_fmadd_ps
 #else
 typedef __m256 Part;
-#define MULTIPLY_ADD _mm256_fmadd_ps
+#define FMA _mm256_fmadd_ps
 #endif
 typedef int32_t IntPart __attribute__((vector_size(sizeof(Part))));
 typedef bfloat16 HalfPart __attribute__((vector_size(sizeof(Part) / 2)));
@@ -28,16 +28,13 @@ struct Vec { Part part[PARTS]; };
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE Vec broadcast(float x) { Vec v; EACH v.part[i] = x - Part{}; return v; }
-INLINE Vec load(const float* p) { Vec v; EACH std::memcpy(&v.part[i], p + i * (LANES / PARTS), sizeof(Part)); return v; }
-INLINE void store(float* p, const Vec& v) { EACH std::memcpy(p + i * (LANES / PARTS), &v.part[i], sizeof(Part)); }
+INLINE Vec load(const float* p) { Vec v; EACH std::memcpy(&v.part[i], p + LANES / PARTS * i, sizeof(Part)); return v; }
+INLINE void store(float* p, const Vec& v) { EACH std::memcpy(p + LANES / PARTS * i, &v.part[i], sizeof(Part)); }
 #define OPERATOR(op) INLINE Vec operator op(Vec a, const Vec& b) { EACH a.part[i] = a.part[i] op b.part[i]; return a; }
 OPERATOR(+) OPERATOR(-) OPERATOR(*) OPERATOR(/)
 INLINE Vec maximum(Vec a, const Vec& b) { EACH a.part[i] = a.part[i] > b.part[i] ? a.part[i] : b.part[i]; return a; }
 INLINE Vec minimum(Vec a, const Vec& b) { EACH a.part[i] = a.part[i] < b.part[i] ? a.part[i] : b.part[i]; return a; }
-INLINE Vec fma(Vec a, const Vec& b, const Vec& c) {
-    EACH a.part[i] = MULTIPLY_ADD(a.part[i], b.part[i], c.part[i]);
-    return a;
-}
+INLINE Vec fma(Vec a, const Vec& b, const Vec& c) { EACH a.part[i] = FMA(a.part[i], b.part[i], c.part[i]); return a; }
 // a where a >= low, else b.
 INLINE Vec choose_at_least(const Vec& x, float low, Vec a, const Vec& b) {
     EACH a.part[i] = x.part[i] >= low ? a.part[i] : b.part[i];
@@ -70,7 +67,7 @@ INLINE void store(float* p, const Vec& v, long count) {
     if (count >= LANES) return store(p, v);
     std::memcpy(p, &v, count * sizeof(float));
 }
-INLINE void store_or_add(float* p, const Vec& v, long count, bool add) { store(p, add ? load(p, count) + v : v, count); }
+INLINE void store_or_add(float* p, const Vec& v, long size, bool add) { store(p, add ? load(p, size) + v : v, size); }
 
 // The lanes combined pairwise.
 template <class F> INLINE float reduce(const Vec& v, F combine) {

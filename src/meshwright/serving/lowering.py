@@ -38,6 +38,7 @@ from meshwright.spec.block_tables import block_tables
 from meshwright.spec.rope_scaling import Rotation, Temperature
 
 Float32 = npt.NDArray[np.float32]
+Order = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -224,7 +225,7 @@ class Lowering:
         down = self._memory.pack(self._read_matrix(experts.down).reshape(experts.held, config.hidden, -1))
         biases: tuple[Float32 | None, Float32 | None, Float32 | None] = (None, None, None)
         if config.mlp_bias:
-            up_bias = np.take(self._read_parameter(experts.up, "bias").reshape(experts.held, -1), order, axis=1)
+            up_bias = self._read_parameter(experts.up, "bias", order)
             down_bias = self._read_shard(f"{self._names[id(experts.down)]}.bias", bfloat16=False)
             down_bias = self._memory.copy(spread_bias(down_bias, experts.held, config.hidden, experts.first))
             biases, router_bias = (router_bias, up_bias, down_bias), None
@@ -256,10 +257,9 @@ class Lowering:
         """Append to `ops` the up projection and activation of the MLP `mlp`; return the buffer of the result, [T, F]
         for T tokens and intermediate size F. x: normed input [T, H] with hidden size H."""
         hidden = self._memory.get_buffer("hidden", mlp.down.weight.shape[1])
-        order = find_gate_order(hidden.shape[1]) if mlp.gated else np.arange(hidden.shape[1])
-        bias, up = self._read_optional(mlp.up, "bias"), self._memory.pack(self._read_matrix(mlp.up), order=order)
-        activation = op.Activation(mlp.activation, mlp.gated)
-        self.ops.append(op.Linear(hidden, x, up, None if bias is None else bias[order], activation=activation))
+        order = find_gate_order(hidden.shape[1]) if mlp.gated else None
+        bias, up = self._read_optional(mlp.up, "bias", order), self._memory.pack(self._read_matrix(mlp.up), order=order)
+        self.ops.append(op.Linear(hidden, x, up, bias, activation=op.Activation(mlp.activation, mlp.gated)))
         return hidden
 
     def _lower_head(self, packed: PackedMatrix | None) -> None:
@@ -336,18 +336,21 @@ class Lowering:
         # Packing widens bfloat16 in the processor's cache.
         return self._read_shard(name, self._dtype == "bfloat16" or self._weights.is_bfloat16(name))
 
-    def _read_parameter(self, module: nn.Module | None, leaf: str) -> Float32:
+    def _read_parameter(self, module: nn.Module | None, leaf: str, order: Order | None = None) -> Float32:
         """Return the parameter named `leaf` ("weight" or "bias") of `module`, a norm or linear layer, as a new float32
-        array. The weight of a norm that multiplies by 1 + weight is returned with the 1 added."""
-        name = f"{self._names[id(module)]}.{leaf}"
-        values: Float32 = self._memory.copy(self._read_shard(name, bfloat16=False))
+        array. The weight of a norm that multiplies by 1 + weight is returned with the 1 added. order: index of the
+        element of each matrix's bias at each position, for matrices packed in this order: [matrices, positions] is
+        returned."""
+        values: Float32 = self._read_shard(f"{self._names[id(module)]}.{leaf}", bfloat16=False)
+        values = self._memory.copy(values if order is None else values.reshape(-1, order.max() + 1)[:, order])
         if isinstance(module, modules.RMSNorm):
             values += np.float32(module.centre)
         return values
 
-    def _read_optional(self, module: nn.Module | None, leaf: str) -> Float32 | None:
-        """Return the parameter named `leaf` of a module as float32; None if the module is None or lacks it."""
-        return None if getattr(module, leaf, None) is None else self._read_parameter(module, leaf)
+    def _read_optional(self, module: nn.Module | None, leaf: str, order: Order | None = None) -> Float32 | None:
+        """Return the parameter named `leaf` of a module as `_read_parameter` does; None if the module is None or lacks
+        it."""
+        return None if getattr(module, leaf, None) is None else self._read_parameter(module, leaf, order)
 
     def _read_shard(self, name: str, bfloat16: bool) -> npt.NDArray[Any]:
         """Read this rank's shard of the parameter `name`, with its rows in the order that the kernels need. Return it

@@ -17,29 +17,29 @@ class StepScratch(NamedTuple):
     """Sizes on which a rank's scratch memory depends.
 
     tokens: most tokens of a step. length: most tokens of a sequence. threads: kernel threads of the rank. rounded: most
-    input features of a product whose rows are rounded to bfloat16; 0: none is."""
+    input features of any product whose rows are rounded to bfloat16; 0: none is. expert_rounded: most of a product of
+    routed experts."""
 
     tokens: int
     length: int
     threads: int
     rounded: int
+    expert_rounded: int = 0
 
 
 def scratch_bytes(config: ModelConfig, heads: int, kv_heads: int, sizes: StepScratch) -> int:
     """Return an upper bound of the bytes that the kernels of a rank with `heads` query and `kv_heads` key-value heads
     allocate while they compute steps. For each thread: the sums of a product, or attention's results for a tile of
-    queries in every span of the longest context. Once: the rounded rows of a product, and results of spans that
-    several threads compute."""
+    queries in every span of the longest context. Once: the rounded rows of a product (those of tokens, of assignments
+    to experts, or of each head of latent attention), and results of spans that several threads compute."""
     spans = -(-sizes.length // _SPAN_TOKENS)
     group, size = heads // kv_heads, config.head_dim
+    inputs = [(1, sizes.rounded), (config.experts_per_token, sizes.expert_rounded)]  # rows of a token, their features
     if config.latent is not None:
         group, size = min(heads, _LATENT_GROUP), config.latent.cached_dim
+        inputs.append((heads, max(config.latent.rank, config.head_dim - config.latent.rotary_dim)))
     rows, partial = _TILE_TOKENS * group, 32 + -(-size // 16) * 16
-    attention = rows * (_SECTION_TOKENS + spans * partial)
-    several = sizes.threads > 1 and spans > 1
-    together = min(_SHARED_PARTIALS, 4 * sizes.threads * spans * rows * partial) if several else 0
-    inputs = [(max(1, config.experts_per_token), sizes.rounded)]  # rows of a token, and their features
-    if config.latent is not None:
-        inputs.append((heads, config.latent.rank))
+    together = min(_SHARED_PARTIALS, 4 * sizes.threads * spans * rows * partial) if min(sizes.threads, spans) > 1 else 0
     rounded = max((sizes.tokens * count + 31) * (-(-width // 32) * 32 + 32) for count, width in inputs)
-    return 4 * (sizes.threads * max(_SUMS, attention) + together) + 2 * (rounded if sizes.rounded else 0)
+    of_thread = max(_SUMS, rows * (_SECTION_TOKENS + spans * partial))
+    return 4 * (sizes.threads * of_thread + together) + 2 * (rounded if sizes.rounded else 0)

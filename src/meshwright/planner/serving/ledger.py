@@ -280,6 +280,9 @@ def _rank_ledger(rank: ServingRank) -> RankLedger:
         if as_table:  # norms and biases are float32, those of experts' down projections at full width on every rank
             full = tensor.name.endswith(".experts.down.bias") and not layout.expert_parallel
             weights += numel * (layout.tp if full else 1) * (item if tensor.unit in LOOKED_UP else 4)
+        if tensor.name.endswith(".up.bias") and config.gated:  # those of gate and up are padded to panels
+            parts = 2 * _count_matrices(config, layout, tensor)
+            weights += 4 * parts * (-(numel // parts) % _PANEL)
         packed += _packed_bytes(config, layout, tensor, item) if as_matrix else 0
     weights += 4 * sizes.max_length * rank.position_elements
     workspace = tokens * sum(_buffer_widths(rank)) + (rows * config.hidden if stage.last else 0)
@@ -287,8 +290,9 @@ def _rank_ledger(rank: ServingRank) -> RankLedger:
         workspace += _count_expert_numbers(config, layout, tokens)
     gathered = layout.tp * max(tokens * config.hidden, rows * rank.vocabulary if stage.last else 0)
     messages = tokens * config.hidden * ((not stage.first) + (not stage.last))
-    widest = max(tensor.local_shape(layout)[-1] for tensor, _ in rank.parameters if len(tensor.shape) > 1)
-    scratch = StepScratch(tokens, sizes.max_length, sizes.threads, widest if item == 2 else 0)
+    wide = [(each.name, each.local_shape(layout)[-1]) for each, _ in rank.parameters if len(each.shape) > 1]
+    rounded = (max((k for name, k in wide if part in name), default=0) for part in ("", ".experts."))
+    scratch = StepScratch(tokens, sizes.max_length, sizes.threads, *(rounded if item == 2 else (0, 0)))
     return RankLedger(
         weights=weights, packed=packed, workspace=4 * workspace, logits=rows * rank.vocabulary * 4 if stage.last else 0,
         communication=4 * ((gathered if layout.tp > 1 else 0) + messages), kv_block=rank.kv_block(_PANEL),
@@ -306,6 +310,11 @@ def _forms(config: ModelConfig, tensor: ModelParameter, stage: Stage) -> tuple[b
     return not matrix, matrix
 
 
+def _count_matrices(config: ModelConfig, layout: Layout, tensor: ModelParameter) -> int:
+    """Return the number of matrices, one or one for each expert of a rank, to which a model parameter belongs."""
+    return config.experts // layout.ep if ".experts." in tensor.name else 1
+
+
 def _packed_bytes(config: ModelConfig, layout: Layout, tensor: ModelParameter, item: int) -> int:
     """Return the bytes of the packed matrices of a model parameter (`tensor`) on a rank: output features padded to
     panels, inputs to tiles if elements have 2 bytes; float32 for routers and gates. item: bytes of an element."""
@@ -314,9 +323,7 @@ def _packed_bytes(config: ModelConfig, layout: Layout, tensor: ModelParameter, i
         heads, plain = config.heads // layout.tp, config.head_dim - config.latent.rotary_dim
         wide = [(columns, plain), (config.latent.value_dim, columns)]
         return sum(heads * _round_up(n) * (_round_up(k, 32) if item == 2 else k) * item for n, k in wide)
-    count = config.experts // layout.ep if ".experts." in tensor.name else 1
-    if ".up." in tensor.name and config.gated:  # panels of gate and up alternate
-        rows = 2 * count * _round_up(rows // (2 * count), _PANEL)
+    count = _count_matrices(config, layout, tensor)
     item = 4 if "router" in tensor.name or "shared_gate" in tensor.name else item
     return count * _round_up(rows // count) * (_round_up(columns, 32) if item == 2 else columns) * item
 
