@@ -176,8 +176,10 @@ def test_trivial_calls_reach_the_backend_of_one_rank():
             assert all(torch.equal(each.view(-1), torch.arange(6.0)) for each in results)
 
 
-def test_deterministic_runs_have_inductor_choose_kernels_by_rule():
+def test_deterministic_runs_have_inductor_choose_kernels_by_rule_and_restore_every_setting():
     from torch._inductor import config
+
+    filled = torch.utils.deterministic.fill_uninitialized_memory
 
     def read_on_other_thread() -> bool:
         """Read the setting as the thread does on which autograd compiles the backward of CUDA tensors."""
@@ -187,5 +189,7 @@ def test_deterministic_runs_have_inductor_choose_kernels_by_rule():
     with deterministic(True, compiled=True):
         assert config.deterministic and torch.are_deterministic_algorithms_enabled()
         assert read_on_other_thread()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
     assert not config.deterministic and not torch.are_deterministic_algorithms_enabled()
     assert not read_on_other_thread()
+    assert torch.utils.deterministic.fill_uninitialized_memory == filled

@@ -43,9 +43,11 @@ def deterministic(wanted: bool, compiled: bool) -> Iterator[None]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     fresh_memory: Any = torch.utils.deterministic
+    filled = fresh_memory.fill_uninitialized_memory
     fresh_memory.fill_uninitialized_memory = False  # a debugging aid that costs time
     try:
         with _deterministic_inductor() if compiled else nullcontext():
             yield
     finally:
         torch.use_deterministic_algorithms(before)
+        fresh_memory.fill_uninitialized_memory = filled
