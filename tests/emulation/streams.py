@@ -232,7 +232,7 @@ class ComputeStream:
 
 
 COPY_SECONDS = 1.0
-"""Simulated seconds of a copy to host memory on a stream of its own."""
+"""Simulated seconds of a copy to host memory on the copy stream."""
 
 
 class CopyStream(ComputeStream):

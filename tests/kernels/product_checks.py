@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -45,12 +47,15 @@ def wide(x: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(x).double()
 
 
-def expert_config(**fields: object) -> ModelConfig:
+def expert_config(**fields: Any) -> ModelConfig:
     """A small mixture of experts."""
-    sizes = {"vocabulary": 99, "hidden": 24, "layers": 1, "heads": 2, "kv_heads": 2, "head_dim": 12, "intermediate": 7}
-    kind = {"norm": "rmsnorm", "norm_epsilon": 1e-6, "activation": "silu", "gated": True, "positions": "rope"}
-    rest = {"max_positions": 64, "experts": 10, "experts_per_token": 3, "expert_intermediate": 21}
-    return ModelConfig(**{"family": "qwen3_moe", "query_key_norm": True, **sizes, **kind, **rest, **fields})  # type: ignore[arg-type]
+    options: dict[str, Any] = {
+        "family": "qwen3_moe", "query_key_norm": True, "vocabulary": 99, "hidden": 24, "layers": 1, "heads": 2,
+        "kv_heads": 2, "head_dim": 12, "intermediate": 7, "norm": "rmsnorm", "norm_epsilon": 1e-6, "activation": "silu",
+        "gated": True, "positions": "rope", "max_positions": 64, "experts": 10, "experts_per_token": 3,
+        "expert_intermediate": 21,
+    }  # fmt: skip
+    return ModelConfig(**options | fields)
 
 
 CONFIGS = {
@@ -90,7 +95,7 @@ def mixture_op(
     x: np.ndarray,
     held: range,
     dtype: str = "float32",
-    **fields: object,
+    **fields: Any,
 ) -> Experts:
     """The operation of a layer's routed experts, of which a rank holds `held` in `dtype`."""
     config, numpy = mixture.router.config, lambda tensor: tensor.detach().numpy()
@@ -121,7 +126,7 @@ def mixture_op(
         normalise=config.normalise_choice,
         scale=config.routed_scale,
         first=held.start,
-        **fields,  # type: ignore[arg-type]
+        **fields,
     )
 
 

@@ -1,5 +1,5 @@
-"""What all checkpoints of a run have in common: the parameter table, configuration and tokenizer files, and the check
-that a checkpoint is of the same model."""
+"""Contents of all checkpoints of a run: the parameter table, configuration and tokenizer files; and the check that a
+checkpoint is of the same model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOKENIZER_FILES = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointContents:
-    """Model description and small files that all checkpoints of a run have in common.
+    """Model description and small files that are the same in all checkpoints of a run.
 
     table: the model's parameter table (name, shape ... of each tensor). small_files: file name -> content of
     configuration and tokenizer files. check: function that takes a checkpoint directory and raises `UserError` if the

@@ -63,7 +63,7 @@ class Lowering:
     packed weights that they use. Construction reads the weights, packs them and allocates the KV pool.
 
     kernels: compiled library that will execute the operations. weights: reader of this rank's weights. mesh: gives the
-    axes tp, pp, ep and etp. dtype: "float32" or "bfloat16", of packed weights and KV cache. limits: sizes of KV pool
+    axes tp, pp, ep and etp. dtype: "float32" or "bfloat16", of packed weights and KV cache. sizes: sizes of KV pool
     and buffers.
 
     Attributes:
@@ -75,20 +75,20 @@ class Lowering:
         nbytes: {kind: bytes}, as `RankAllocator` counts them.
     """
 
-    def __init__(self, kernels: Kernels, weights: RankWeights, mesh: Mesh, dtype: str, limits: ServingSizes) -> None:
+    def __init__(self, kernels: Kernels, weights: RankWeights, mesh: Mesh, dtype: str, sizes: ServingSizes) -> None:
         """Read and pack the weights, allocate all buffers and build the list of operations; arguments: see the
         class."""
         self.config, self._stage = weights.config, weights.stage
-        self._weights, self._dtype, self._limits = weights, dtype, limits
+        self._weights, self._dtype, self._sizes = weights, dtype, sizes
         self._split = not mesh.tp.trivial
         self.ops: OpList = kernels.create_op_list()
         self.segments: list[Segment] = []
-        self._memory = RankAllocator(kernels, dtype, limits.token_budget)
+        self._memory = RankAllocator(kernels, dtype, sizes.token_budget)
         self.nbytes = self._memory.nbytes
         self._kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
         self._tables = block_tables(self.config, mesh.pp.size)
         self._caches = [  # each for one layer of every block table, because a KV block belongs to only one table
-            self._memory.allocate_cache(self.config, limits.blocks, self._kv_heads)
+            self._memory.allocate_cache(self.config, sizes.blocks, self._kv_heads)
             for _ in range(self._tables.depths[self._stage.index])
         ]
         axes = AxisOperations(
@@ -102,12 +102,12 @@ class Lowering:
         self._rotations |= {  # nothing else refers to the tables, which are large for long contexts
             positions: tuple(self._memory.copy(each.numpy()) for each in pair)
             for positions, pair in make_position_tables(
-                self.config, self._stage.layers, limits.max_length, torch.device("cpu")
+                self.config, self._stage.layers, sizes.max_length, torch.device("cpu")
             ).items()
         }
         self.states = self._memory.get_buffer("states", self.config.hidden)
         self.logits: Float32 | None = None
-        with reserve_pool([each for pair in self._caches for each in pair if limits.resident]):
+        with reserve_pool([each for pair in self._caches for each in pair if sizes.resident]):
             self._lower_stage()  # reads and packs the weights meanwhile
         kernels.end_packing()
 
@@ -265,12 +265,12 @@ class Lowering:
     def _lower_head(self, packed: PackedMatrix | None) -> None:
         """Append to `ops` the final norm of the output rows (tokens whose logits are wanted) and the output head.
         packed: the packed embedding matrix of a tied head; None: the head's own weight is packed."""
-        rows = self._memory.get_buffer("rows", self.config.hidden, self._limits.logit_rows)
+        rows = self._memory.get_buffer("rows", self.config.hidden, self._sizes.logit_rows)
         assert self._model.final_norm is not None
         self._lower_norm(self._model.final_norm, rows, self.states, "outputs", self.config.logit_divisor)
         if packed is None:
             packed = self._pack_weight(self._model.embedding if self._model.head is None else self._model.head)
-        self.logits = self._memory.allocate_logits(self._limits.logit_rows, packed.n)
+        self.logits = self._memory.allocate_logits(self._sizes.logit_rows, packed.n)
         self.ops.append(op.Linear(self.logits, rows, packed, rows="outputs"))
         if self.config.logit_softcap is not None:
             self.ops.append(op.Scale(self.logits, self.logits, softcap=self.config.logit_softcap, rows="outputs"))
