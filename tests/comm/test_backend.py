@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +45,7 @@ def make_mesh_of_512(
     monkeypatch.setattr(dist, "get_rank", lambda: 9)
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "split_group", split_group)
+    monkeypatch.setattr(dist, "barrier", mock.Mock())
     return Mesh.create(layout, device), new_group, split_group
 
 
@@ -90,13 +92,37 @@ def test_layers_do_not_share_the_communicator_of_gradients(
             patch.setattr(dist, "get_world_size", lambda: layout.world_size)
             patch.setattr(dist, "get_rank", lambda: 1)
             patch.setattr(dist, "get_backend_config", lambda group, config=config: config)
-            for name in ("new_group", "split_group"):
+            for name in ("new_group", "split_group", "barrier"):
                 patch.setattr(dist, name, lambda *_, **__: object())
             mesh = Mesh.create(layout, device)
         states = [axis.group for axis in (mesh.data, mesh.shard, mesh.expert_shard) if axis.size > 1]
         for axis in (mesh.cp, mesh.ep, mesh.etp):
             alike = [group for group in states if group is axis.group and axis.size > 1]
             assert bool(alike) == (axis.name == apart and device == "cpu"), axis.name
+
+
+def connect_late() -> tuple[float, float]:
+    """Return when this rank's last group was connected, late on rank 0, and when its mesh was ready."""
+    connected, new_group = list[float](), dist.new_group
+
+    def create(ranks: list[int], *args: Any) -> Any:
+        group = new_group(ranks, *args)
+        if dist.get_rank() in ranks:
+            time.sleep(0.3 * (dist.get_rank() == 0))
+            connected.append(time.monotonic())
+        return group
+
+    with mock.patch.object(dist, "new_group", create):
+        mesh = Mesh.create(Layout(tp=2, dp=2))
+    ready = time.monotonic()
+    mesh.close()
+    return connected[-1], ready
+
+
+def test_no_rank_can_close_a_group_while_another_still_connects_to_it(four: LocalRanks):
+    """gloo reports the closed connection as the loss of a rank."""
+    (connected, _), *_, (_, ready_of_rank_2), _ = four.run(connect_late)
+    assert connected < ready_of_rank_2  # the last group of ranks 0 and 2 is that of data parallelism
 
 
 def test_threads_use_the_device_of_the_thread_that_starts_them(monkeypatch: pytest.MonkeyPatch):

@@ -190,7 +190,7 @@ class Mesh:
         self.world_size = layout.world_size
         self.device = device
         self.communicator = communicator
-        self._made: list[dist.ProcessGroup] = []
+        self._groups: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup | None] = {}
         self._make_group = make_group
         for name in (*AXIS_NAMES, *(EXPERT_AXES if layout.expert_parallel else ())):
             axis = self._make_axis(name, layout.groups(name))
@@ -246,7 +246,6 @@ class Mesh:
         # own calls do not share the group of gradients and parameters, for which they would otherwise wait.
         groups: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup | None] = {(everybody, False): dist.group.WORLD}
         of_states = {ranks for name in STATE_AXES for ranks in layout.groups(name) if nccl and len(ranks) > 1}
-        made: list[dist.ProcessGroup] = []
 
         def make_group(partition: Sequence[tuple[int, ...]], in_layers: bool) -> dist.ProcessGroup | None:
             """Return this rank's process group among those of `partition`; groups that exist already are reused. See
@@ -259,14 +258,15 @@ class Mesh:
                 first, *_ = ranks = [list(each) for each, _ in together]
                 with communicator.record_new_groups(everybody, tuple(first), "split_group" if splits else "new_group"):
                     new = split(ranks) if splits else dist.new_group(first, timeout, nccl)
+                    if nccl is None and rank in first:  # else one rank could close the group while others still connect
+                        dist.barrier(new)
                 for key in together:
                     groups[key] = new if rank in key[0] else None
-                made.extend(group for group in map(groups.get, together) if group is not None)
             return next((groups.get(key) for key in keys if rank in key[0]), None)
 
         communicator = Communicator(device, timeout_seconds, programs)
         mesh = cls(layout, rank, torch.device(device), communicator, make_group)
-        mesh._made = made
+        mesh._groups = groups
         return mesh
 
     def make_block_axis(self, name: str, size: int) -> Axis:
@@ -312,6 +312,6 @@ class Mesh:
             axes[:] = [axis for axis in axes if axis.communicator is not self.communicator]
             if not axes:
                 del _axes[key]
-        for group in self._made:
+        for group in (group for group in self._groups.values() if group not in (None, dist.group.WORLD)):
             dist.destroy_process_group(group)
-        self._made = []
+        self._groups = {}
