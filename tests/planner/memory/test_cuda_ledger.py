@@ -27,6 +27,7 @@ CASES = [
     CudaStep("mistral-7b-v0.1", "bf16", 4, 4096, NO_HEAD),  # peak in the backward of the final norm
     CudaStep("llama-1b", "tp4 ac:selective bf16", 4, 4096, NO_HEAD),  # peak when a layer is recomputed
     CudaStep("mistral-7b-v0.1", "tp8 ac:full bf16", 4, 4096, NO_HEAD),  # peak with a gradient gathered over tp
+    CudaStep("mistral-7b-v0.1", "tp8:nosp bf16", 1, 4096, NO_HEAD, saved=True, overlap="chunks"),
 ]
 MORE = [
     *(CudaStep("llama-1b", layout, 8, 4096, TWO, saved=True) for layout in ("bf16", "mb2 fp32")),
