@@ -36,6 +36,7 @@ from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.parallel.step import TARGET_SITE
 from meshwright.spec.presets import preset
 from meshwright.training import language_model, trainer
+from meshwright.training.cuda_graphs import GraphedForwardBackward
 from meshwright.verification.cases import CaseBuilder
 from meshwright.verification.grid import GRID
 from meshwright.verification.problem import Problem
@@ -43,6 +44,7 @@ from meshwright.verification.ranks import RankResult, _VerificationRun, run_rank
 from tests.conftest import exhaustive
 from tests.emulation.streams import ComputeStream, StreamFault, StreamRanks
 from tests.flight_recorder.circular_wait import find_circular_wait
+from tests.training.recorded_graph import Capture, RecordedGraph
 
 LAYOUTS = (  # every axis, ZeRO stage and kind of activation checkpointing, and each kind of schedule
     *("cp3 ac:full", "dp4 zero2 hs2 mb2", "dp2 zero1 cp2:ulysses", "dp2 zero3 tp2 ac:selective"),
@@ -138,8 +140,8 @@ FAULTS = {  # layout, owner, function, text, replacement
         "    for unit in self._needs[name]:",
     ),
     "ZeRO-2 reuses a gradient buffer that is being sent": (
-        *("dp2 zero2", zero.GradientReducer, "reduce", "output = unit.gradient if first"),
-        "self._pool.release(gradient.buffer); output = unit.gradient if first",
+        *("dp2 zero2", zero.GradientReducer, "_start", "output = unit.gradient if first"),
+        "self._pool.release(buffer); output = unit.gradient if first",
     ),
     "gradients are read before their reduce-scatter has ended": (
         *("dp2 zero1", zero.GradientReducer, "_wait_for_oldest", "handle.wait()", "pass"),
@@ -606,6 +608,43 @@ def test_outcome_that_is_read_before_its_copy_has_arrived_is_detected():
     with StreamRanks(2) as ranks, edited(trainer.Trainer, "_copy_outcome", "event.synchronize()", "pass"):
         found = ranks.run(launch_steps, problem, "dp2 zero1", 1)
     assert all(loss != loss for loss, *_ in found[0])
+
+
+# --- CUDA graphs
+
+
+def run_graph(problem: Problem, text: str, graph: bool) -> list[tuple[float, float]]:
+    """Return loss and gradient norm of each step. graph: True if forward and backward are replayed from the third step
+    on."""
+    layout = Layout.parse(text)
+    mesh = Mesh.create(layout)
+    this: Any = _VerificationRun(problem, layout, mesh, None)._make_trainer()
+    this.updates_early = True
+    if graph:
+        this.task._run_passes = GraphedForwardBackward(this.task._launch_passes, this.passes)
+    with mock.patch.object(this.task, "prefetch_step"):
+        outcomes = [this.step() for _ in range(problem.steps)]
+    mesh.close()
+    return [(outcome.loss, outcome.gradient_norm) for outcome in outcomes]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_replays_of_a_graph_beside_calls_of_data_parallelism_equal_launched_steps(waits: bool):
+    """Unless reductions are not waited for."""
+    text, wait = "dp2 zero1", "engine.gradients.reducer.finish()"
+    problem = replace(make_problem(Layout.parse(text)), steps=4)
+    with EmulatedRanks(2) as ranks:
+        plain = ranks.run(run_graph, problem, text, False)
+    with (
+        StreamRanks(2, seed=3) as ranks,
+        edited(GraphedForwardBackward, "__call__", wait, wait if waits else "pass"),
+        mock.patch.multiple(torch.cuda, CUDAGraph=RecordedGraph, graph=Capture),
+    ):
+        try:
+            found = ranks.run(run_graph, problem, text, True)
+        except (StreamFault, AssertionError) as error:
+            found = str(error)
+    assert (found == plain) == waits
 
 
 # --- gathered parameters
