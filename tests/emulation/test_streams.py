@@ -323,6 +323,8 @@ def test_products_that_overlap_with_collectives_on_streams_equal_blocking_step(t
         operation, parts = ("rotate", layout.tp - 1) if layout.tensor_sequence_parallel else ("all_reduce", layout.tp)
         of_layers = [call for call in each.calls if call.axis == "tp" and call.site.startswith(("attention.", "mlp."))]
         chunks = [call for call in of_layers if call.operation.startswith(operation)]
+        if operation == "all_reduce":
+            chunks = [call for call in chunks if not call.site.endswith(".backward")]  # beside weight gradients
         together = sum(later.posted < sooner.waited for sooner, later in pairwise(chunks))
         assert chunks and together == len(chunks) * (parts - 1) // parts  # those of one product
 

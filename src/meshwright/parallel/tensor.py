@@ -70,8 +70,10 @@ class TensorParallel(TensorOperations):
 
     def overlap(self, column: bool, site: str) -> Overlap | None:
         """Return the overlap of the products of a column-parallel (`column`) or row-parallel linear layer with their
-        collective calls; None if the run has no overlap. `site`: label of the calls in traces."""
-        if self.trivial or self.axis.communicator.product_overlap == "off":
+        collective calls; None if there is none. `site`: label of the calls in traces."""
+        # Outside of compiled blocks the weight gradient covers all of this sum, and not all but one chunk of it.
+        in_one_call = column and not self.sequence_parallel and not torch.compiler.is_compiling()
+        if self.trivial or in_one_call or self.axis.communicator.product_overlap == "off":
             return None
         calls = ("gather", "scatter") if self.sequence_parallel else ("", "reduce")
         return Overlap(*(calls if column else calls[::-1]), self.saves_gathered, self.axis.key, site)
