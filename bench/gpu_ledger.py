@@ -49,7 +49,7 @@ OVERLAPPED = [
     (name, layout, rows, change) for rows in (1, 8)
     for name, layout, change in (
         ("llama-1b", "tp4", WIDE_MLP), ("llama-1b", "tp4 ac:selective", WIDE_MLP),
-        ("mistral-7b-v0.1", "tp8 ac:full", NO_HEAD),
+        ("mistral-7b-v0.1", "tp8 ac:full", NO_HEAD), ("mistral-7b-v0.1", "tp8:nosp", NO_HEAD),
     )
 ]  # fmt: skip
 """Models whose products overlap with the collectives of tensor parallelism, with one sequence and with several."""

@@ -1,4 +1,4 @@
-"""Products that overlap with the all-gather of their input or the reduce-scatter of their output, and the choice of how
+"""Products that overlap with the all-gather of their input or the sum of their output over ranks, and the choice of how
 they overlap."""
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from torch.distributed import _symmetric_memory
 from meshwright.comm.faults import KINDS, Fault
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Axis, Communicator, Mesh
-from meshwright.comm.products import choose_product_overlap, multiply_and_scatter, multiply_gathered
+from meshwright.comm.products import (
+    choose_product_overlap,
+    multiply_and_reduce,
+    multiply_and_scatter,
+    multiply_gathered,
+)  # fmt: skip
 from meshwright.layout import Layout
 
 HERE = socket.gethostname(), True
@@ -80,7 +85,7 @@ def test_overlap_without_the_fused_operators_is_in_chunks():
 def multiply(
     ranks: int, overlap: str, fault: Fault | None = None, outputs: int = 7, dp: int = 1
 ) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
-    """Return the results of both products on this rank, their exact values, and the recorded calls. A `fault` also
+    """Return the results of the products on this rank, their exact values, and the recorded calls. A `fault` also
     affects earlier products, of the negated tokens."""
     mesh = Mesh.create(Layout(tp=ranks, dp=dp))
     axis = mesh.tp
@@ -93,14 +98,16 @@ def multiply(
     if fault is not None:
         multiply_gathered(-x_GBsX[axis.rank], matrix_XY, axis, "in", True)
         multiply_and_scatter(-whole_BSX, matrix_XY, axis, "out")
+        multiply_and_reduce(-whole_BSX, matrix_XY, axis, "all")
     y_BSY, kept_BSX = multiply_gathered(x_GBsX[axis.rank], matrix_XY, axis, "in", True)
     _, dropped = multiply_gathered(x_GBsX[axis.rank], matrix_XY, axis, "again", False)
     sum_BsY = multiply_and_scatter(whole_BSX, matrix_XY, axis, "out")
+    sum_BSY = multiply_and_reduce(whole_BSX, matrix_XY, axis, "all")
     total_BSY = torch.einsum("bsx,gxy->bsy", whole_BSX, matrices_GXY)
-    exact = [whole_BSX @ matrix_XY, whole_BSX, total_BSY.chunk(ranks, dim=1)[axis.rank], torch.empty(0)]
+    exact = [whole_BSX @ matrix_XY, whole_BSX, total_BSY.chunk(ranks, dim=1)[axis.rank], total_BSY, torch.empty(0)]
     calls = mesh.record.table()
     mesh.close()
-    return [y_BSY, kept_BSX, sum_BsY, dropped, *exact], calls
+    return [y_BSY, kept_BSX, sum_BsY, sum_BSY, dropped, *exact], calls
 
 
 def multiply_fused(ranks: int, overlap: str = "symmetric", *options: Any) -> Any:
@@ -119,27 +126,27 @@ def test_overlapped_products_equal_those_of_gathered_and_summed_tokens():
     with LocalRanks(ranks) as pool:
         for found in (pool.run(multiply, ranks, "chunks"), pool.run(multiply_fused, ranks)):
             for tensors, calls in found:
-                for mine, exact in zip(tensors[:4], tensors[4:], strict=True):
+                for mine, exact in zip(tensors[:5], tensors[5:], strict=True):
                     assert mine.shape == exact.shape and mine.is_contiguous()
                     torch.testing.assert_close(mine, exact.to(mine.dtype), rtol=1e-12, atol=1e-12)
-                sent = {
-                    site: sum(call["sent_bytes"] for call in calls if call["site"] == site) for site in ("in", "out")
-                }
-                # What an all-gather and a reduce-scatter send.
-                assert sent == {"in": 2 * 3 * 5 * 8 * (ranks - 1), "out": 2 * 3 * 7 * 8 * (ranks - 1)}
+                sites = "in", "out", "all"
+                sent = {site: sum(call["sent_bytes"] for call in calls if call["site"] == site) for site in sites}
+                # What an all-gather, a reduce-scatter and an all-reduce send.
+                gathered, scattered = (2 * 3 * size * 8 * (ranks - 1) for size in (5, 7))
+                assert sent == {"in": gathered, "out": scattered, "all": 2 * scattered}
 
 
 @pytest.mark.parametrize("overlap", ["chunks", "symmetric"])
 def test_injected_faults_corrupt_overlapped_products(overlap: str):
-    run, operations = multiply, ["rotate", "rotate"]
+    run, operations = multiply, ["rotate", "rotate", "all_reduce"]
     if overlap == "symmetric":
-        run, operations = multiply_fused, ["all_gather", "reduce_scatter"]
+        run, operations = multiply_fused, ["all_gather", "reduce_scatter", "all_reduce"]
     with LocalRanks(2) as pool:
         for kind in KINDS:
-            for site, operation, result in zip(("in", "out"), operations, (0, 2), strict=True):
+            for site, operation, result in zip(("in", "out", "all"), operations, (0, 2, 3), strict=True):
                 found = pool.run(run, 2, overlap, Fault(site, operation, kind, axis="tp"))
-                right = [torch.allclose(tensors[result], tensors[result + 4]) for tensors, _ in found]
-                same_ring = overlap == "chunks" and kind == "wrong group"
+                right = [torch.allclose(tensors[result], tensors[result + 5]) for tensors, _ in found]
+                same_ring = kind == "wrong group" and operation in ("rotate", "all_reduce")
                 assert all(right) == same_ring, (site, kind)
 
 
@@ -156,7 +163,7 @@ def test_stale_and_misdirected_products_are_those_of_other_tokens(overlap: str):
         for rank, (tensors, _) in enumerate(found):
             of_other = slice(3, 6) if rank % 2 == 0 else slice(0, 3)  # a rank may not wait for its own tokens
             for result in (0, 1):
-                torch.testing.assert_close(tensors[result][:, of_other], -tensors[result + 4][:, of_other])
+                torch.testing.assert_close(tensors[result][:, of_other], -tensors[result + 5][:, of_other])
         found = pool.run(run, 2, overlap, Fault("in", gather, "wrong group", axis="tp", groups=crossed), 5, 2)
         assert torch.equal(found[0][0][1][:, 3:], right[2][0][1][:, :3])  # of rank 2, not 1
         found = pool.run(run, 2, overlap, Fault("out", scatter, "wrong group", axis="tp", groups=crossed), 5, 2)

@@ -47,9 +47,10 @@ def compare(
     layout_text: str, config: ModelConfig, recompute: str, rows: int = 2, overlap: str = "off",
     backend: str | None = None,
 ) -> dict[str, float]:  # fmt: skip
-    """Relative errors of a rank's loss, logits and each gradient against the unsharded model, and the number of graph
-    breaks. overlap: of products with their collectives; backend: of torch.compile, None: not compiled. Uninitialised
-    memory is NaN, also that of results that selective checkpointing discards."""
+    """Relative errors of a rank's loss, logits and each gradient against the unsharded model, the number of graph
+    breaks, and 1 if input gradients are summed by another number of calls than expected. overlap: of products with
+    their collectives; backend: of torch.compile, None: not compiled. Uninitialised memory is NaN, also that of results
+    that selective checkpointing discards."""
     torch.use_deterministic_algorithms(True)
     layout = Layout.parse(layout_text)
     mesh = Mesh.create(layout)
@@ -102,6 +103,10 @@ def compare(
     for entry, box, _ in boxes:
         covered[entry.tensor][box.local_slices] = 1
     errors["rows that fill up"] = max(largest(gradients[name] * (1 - covered[name])) for name in gradients)
+    if overlap != "off":  # in chunks without sequence parallelism, unless a weight gradient covers the whole sum
+        chunks = 1 if layout.tensor_sequence_parallel or backend is None else layout.tp
+        calls = sum(call["calls"] for call in mesh.record.table() if call["site"] == "mlp.input.backward")
+        errors["calls of input gradients"] = float(calls != chunks * config.layers)
     if backend is not None:
         errors["graph breaks"] = float(sum(torch._dynamo.utils.counters["graph_break"].values()))
     torch.use_deterministic_algorithms(False)

@@ -43,12 +43,16 @@ def test_two_ranks_match_one_device(ranks: LocalRanks, config: ModelConfig, layo
 
 
 @pytest.mark.parametrize(
-    ("recompute", "backend"),
-    [("none", "aot_eager"), ("selective", "aot_eager"), ("none", None), ("selective", None), ("full", None)],
-)
+    ("layout", "recompute", "backend"),
+    [
+        *(("tp2", recompute, "aot_eager") for recompute in ("none", "selective")),
+        *(("tp2", recompute, None) for recompute in ("none", "selective", "full")),
+        ("tp2:nosp", "selective", "aot_eager"), ("tp2:nosp", "full", None),
+    ],
+)  # fmt: skip
 def test_products_of_one_sequence_overlap_in_compiled_blocks_too(
-    ranks: LocalRanks, recompute: str, backend: str | None
+    ranks: LocalRanks, layout: str, recompute: str, backend: str | None
 ):
-    case = "tp2", CONFIGS["llama, every bias"], recompute, 1, "chunks", backend
+    case = layout, CONFIGS["llama, every bias"], recompute, 1, "chunks", backend
     for errors in ranks.run("tests.model.tensor_parallel_cases:compare", *case):
         assert max(errors.values()) < 1e-10, max(errors, key=lambda name: errors[name])

@@ -49,7 +49,7 @@ def test_products_on_a_gpu_are_added_in_float32_without_rounding(monkeypatch: py
             engine.start_pass(stage)
             engine.gradients.accumulate_product(weight, dy, x)
             engine.gradients._running = None  # a pass through this weight alone
-    total: Any = engine.gradients._reducer.unsharded(name).view(index)[0]
+    total: Any = engine.gradients.reducer.unsharded(name).view(index)[0]
     exact = sum(dy.double().T @ x.double() for dy, x in operands)
     error = float((total.double() - exact).norm() / exact.norm())
     assert error < 1e-6 if cuda else 1e-3 < error < 1e-2

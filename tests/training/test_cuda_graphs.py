@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from meshwright.emulation.ranks import EmulatedRanks
 from meshwright.errors import UserError
 from meshwright.launcher.recipe_checks import check_cuda_graphs, check_recipe
 from meshwright.parallel.stage_compute import StageCompute
@@ -20,6 +23,7 @@ from meshwright.spec.presets import preset
 from meshwright.training import language_model
 from meshwright.training.cuda_graphs import GraphedForwardBackward
 from tests.adapters.adapter_cases import small, write_base
+from tests.conftest import exhaustive
 from tests.emulation.test_streams import edited
 from tests.training import training_cases as cases
 from tests.training.recorded_graph import Capture, RecordedGraph
@@ -59,6 +63,12 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
     return made
 
 
+DATA_PARALLEL = {"dp2": 2, "dp2 zero1 mb2 ac:full bf16": 2, "dp4 zero1 hs2": 4}
+"""Layouts of data parallelism, and their ranks."""
+BOTH = "dp2 zero1 mb2 ac:full bf16"
+"""The layout with all-gathers of parameters and reductions of gradients."""
+
+
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     """Outcome of each case on a CPU, where `train.cuda_graphs` has no effect."""
@@ -91,7 +101,35 @@ def test_replayed_steps_equal_launched_steps_bit_for_bit(
     assert [graph.replays for graph in graphs] == [4 - len(profiled)]
     for step, phases in enumerate(found.phases, 1):
         together = step > 2 and step not in profiled
-        assert phases == ("data, forward and backward, agree, update" if together else expected.phases[0])
+        assert phases == ("data, forward and backward, reduce, agree, update" if together else expected.phases[0])
+
+
+def train_ranks(place: Path, layout: str, graphs: bool) -> tuple[list[tuple[Any, ...]], cases.Values, list[str]]:
+    """Train a layout of data parallelism on emulated ranks. Return what is compared of each step, the state at the end
+    and the errors of the ranks. graphs: value of `train.cuda_graphs`."""
+    changes: dict[str, Any] = {"data_document_mask": False, "train_cuda_graphs": graphs, "train_steps": 4}
+    with EmulatedRanks(DATA_PARALLEL[layout]) as emulated:
+        ranks: Any = emulated
+        outcomes = cases.run(ranks, place, layout, fault="update_early", **changes)
+    return cases.trace(place), cases.whole_state(outcomes), [outcome["error"] for outcome in outcomes]
+
+
+@pytest.fixture(scope="module")
+def launched_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """Return a function that trains a layout of data parallelism without graphs, once."""
+    return cache(lambda layout: train_ranks(tmp_path_factory.mktemp("ranks"), layout, graphs=False))
+
+
+@pytest.mark.parametrize("layout", [BOTH, *exhaustive(*(layout for layout in DATA_PARALLEL if layout != BOTH))])
+def test_replayed_steps_of_data_parallelism_equal_launched_steps_bit_for_bit(
+    layout: str, tmp_path: Path, launched_ranks: Callable[[str], Any], graphs: list[RecordedGraph]
+):
+    lines, state, _ = launched_ranks(layout)
+    assert len(lines) == 4 and not graphs
+    found, replayed, errors = train_ranks(tmp_path, layout, graphs=True)
+    assert errors == [""] * DATA_PARALLEL[layout]
+    assert found == lines and cases.same(replayed, state)
+    assert [graph.replays for graph in graphs] == [2] * DATA_PARALLEL[layout]
 
 
 def test_resumed_run_captures_again_and_equals_undisturbed_run(
@@ -133,6 +171,30 @@ def test_replays_of_base_models_equal_launched_steps(base: str, tmp_path: Path, 
     assert replayed == lines and cases.same(replayed_state, state) and graphs[0].replays == 4
 
 
+RANK_FAULTS = {
+    "gradients are reduced in the captured step alone": (
+        GraphedForwardBackward, "__call__", "in captured.reductions:",
+        "in captured.reductions * (captured.graph.replays == 1):",
+    ),
+    "reductions are not waited for": (GraphedForwardBackward, "__call__", "engine.gradients.reducer.finish()", "pass"),
+    "forward begins before the all-gather of parameters has ended": (
+        GraphedForwardBackward, "__call__", "unit.unshard()", "self._captured is None and unit.unshard()",
+    ),
+    "reductions are captured": (GraphedForwardBackward, "_capture", "reductions.append", "reducer.launch"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", [next(iter(RANK_FAULTS)), *exhaustive(*[*RANK_FAULTS][1:])])
+def test_planted_fault_in_calls_of_data_parallelism_is_caught(
+    fault: str, tmp_path: Path, launched_ranks: Callable[[str], Any], graphs: list[RecordedGraph]
+):
+    expected, expected_state, _ = launched_ranks(BOTH)
+    with edited(*RANK_FAULTS[fault]):
+        lines, state, errors = train_ranks(tmp_path, BOTH, graphs=True)
+    assert len(graphs) == 2
+    assert any(errors) or lines != expected or not cases.same(state, expected_state)
+
+
 FAULTS = {
     "tokens of the captured step are used again": (
         GraphedForwardBackward, "__call__", "tensor.copy_(value)", "tensor.dim() or tensor.copy_(value)",
@@ -169,7 +231,15 @@ PAIRS = ["data.records=preference", "data.train_on=responses", "data.document_ma
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["layout=dp2"], "a CUDA graph has no calls to other ranks, and the layout has 2 ranks; use one rank"),
+        *(
+            (
+                [f"layout={layout}"],
+                "a CUDA graph has no calls to other ranks, which layers under tp, cp and pp make; use dp alone",
+            )
+            for layout in ("tp2", "dp2 cp2", "pp2 mb2")
+        ),
+        (["layout=dp2 zero2"], "a CUDA graph has no calls to other ranks, which layers under zero2 make; use zero1"),
+        (["layout=dp2 zero1"], None),
         (PAIRS, 'a CUDA graph is for objective "next-token"; "dpo" has inputs of changing shapes'),
         (
             ["data.document_mask=true"],

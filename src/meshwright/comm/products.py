@@ -1,11 +1,13 @@
 """Matrix products that overlap with the collective call of their input or output (tensor and sequence parallelism).
 
-The tokens are multiplied in chunks, each the tokens of one rank, while other chunks are in flight between pairs of
-ranks: an all-gather begins with the rank's own chunk, a reduce-scatter ends with it. Bytes are those of the collective
-call. Where PyTorch's symmetric memory serves the ranks (`choose_product_overlap`), its fused operators do the same with
-copy engines. Custom operators, so that bytes are recorded, and faults injected into chunks, inside compiled blocks too.
+The tokens are multiplied in chunks, while other chunks are in flight. With sequence parallelism a chunk is the tokens
+of one rank, sent between pairs of ranks: an all-gather begins with the rank's own chunk, a reduce-scatter ends with it.
+Without it each chunk is all-reduced while the next is computed. Bytes are those of the collective call. Where PyTorch's
+symmetric memory serves the ranks (`choose_product_overlap`), its fused operators do the same with copy engines, but for
+the all-reduce. Custom operators, so that bytes are recorded, and faults injected into chunks, inside compiled blocks.
 
-Shapes: G ranks, B sequences of S tokens, s = S / G of them on a rank, X inputs and Y outputs of the product.
+Shapes: G ranks, B sequences of S tokens, s = S / G of them on a rank, N tokens of a chunk, X inputs and Y outputs of
+the product.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from meshwright.comm.collectives import rotate, run_fused
+from meshwright.comm.collectives import all_reduce, rotate, run_fused
 from meshwright.comm.custom_operator import custom_operator
 from meshwright.comm.handle import DONE
 from meshwright.comm.mesh import Axis, find_axis
@@ -72,6 +74,17 @@ def multiply_gathered(
     return _join_tokens(y_GBsY), _join_tokens(x_GBsX) if saves_gathered else x_BsX.new_empty(0)
 
 
+def multiply_and_reduce(x_BSX: torch.Tensor, matrix_XY: torch.Tensor, axis: Axis, site: str) -> torch.Tensor:
+    """Return the sum [B, S, Y] over the ranks of `axis` of the product of `x_BSX` with `matrix_XY`; each chunk is
+    all-reduced in place. site: label of the calls in traces."""
+    y_BSY = x_BSX.new_empty(*x_BSX.shape[:2], matrix_XY.shape[1])
+    chunks = zip(*(each.flatten(0, 1).chunk(axis.size) for each in (x_BSX, y_BSY)), strict=True)
+    products = (torch.mm(x_NX, matrix_XY, out=y_NY) for x_NX, y_NY in chunks)  # each when the one before is posted
+    for handle in [all_reduce(product_NY, axis, site, async_op=True) for product_NY in products]:
+        handle.wait()
+    return y_BSY
+
+
 def multiply_and_scatter(x_BSX: torch.Tensor, matrix_XY: torch.Tensor, axis: Axis, site: str) -> torch.Tensor:
     """Return this rank's tokens [B, s, Y] of the sum over the ranks of `axis` of the product of `x_BSX` with
     `matrix_XY`; 16-bit products are added in float32. site: label of the calls in traces."""
@@ -116,14 +129,22 @@ def _allocate_gathered(
     return x_BSX.new_empty(*x_BSX.shape[:2], matrix.shape[1]), x_BSX if saves_gathered else x.new_empty(0)
 
 
+@custom_operator("meshwright::product_sum")
+def product_sum(x: torch.Tensor, matrix: torch.Tensor, axis: str, site: str, call: str) -> torch.Tensor:
+    """Run `multiply_and_scatter` (`call` "scatter") or `multiply_and_reduce` ("reduce"). axis: `Axis.key`."""
+    multiply = multiply_and_scatter if call == "scatter" else multiply_and_reduce
+    return multiply(x, matrix, find_axis(axis), site)
+
+
+def _allocate_sum(x: torch.Tensor, matrix: torch.Tensor, axis: str, site: str, call: str) -> torch.Tensor:
+    """Return an uninitialised result of `product_sum`, whose arguments it takes, for torch.compile."""
+    ranks = find_axis(axis).size if call == "scatter" else 1
+    return x.new_empty(x.shape[0], x.shape[1] // ranks, matrix.shape[1])
+
+
 gather_product = custom_operator(
     "meshwright::gather_product",
     "(Tensor x, Tensor matrix, str axis, str site, bool saves_gathered) -> (Tensor, Tensor)",
 )(lambda x, matrix, axis, site, saves_gathered: multiply_gathered(x, matrix, find_axis(axis), site, saves_gathered))
-product_scatter = custom_operator(
-    "meshwright::product_scatter", "(Tensor x, Tensor matrix, str axis, str site) -> Tensor"
-)(lambda x, matrix, axis, site: multiply_and_scatter(x, matrix, find_axis(axis), site))
 gather_product.register_fake(_allocate_gathered)
-product_scatter.register_fake(
-    lambda x, matrix, axis, site: x.new_empty(x.shape[0], x.shape[1] // find_axis(axis).size, matrix.shape[1])
-)
+product_sum.register_fake(_allocate_sum)

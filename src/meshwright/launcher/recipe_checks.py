@@ -109,13 +109,15 @@ def check_cuda_graphs(recipe: Recipe, config: ModelConfig) -> None:
     """Raise `UserError` with the first reason why forward and backward of the recipe cannot be one CUDA graph, if
     `train.cuda_graphs` is set, on any device. A graph repeats the kernels of one step on other values: neither shapes
     nor numbers that the host reads may change from step to step, and calls to other ranks, each of which is recorded
-    and watched, are no part of it.
+    and watched, are no part of it: those of ZeRO-0 and 1 are made before and after it.
 
     config: architecture of the recipe's model."""
-    ranks = recipe.parsed_layout.world_size
+    layout = recipe.parsed_layout
     problem = None
-    if ranks > 1:
-        problem = f"a CUDA graph has no calls to other ranks, and the layout has {ranks} ranks; use one rank"
+    if layout.world_size > layout.dp:
+        problem = "a CUDA graph has no calls to other ranks, which layers under tp, cp and pp make; use dp alone"
+    elif layout.zero > 1:
+        problem = f"a CUDA graph has no calls to other ranks, which layers under zero{layout.zero} make; use zero1"
     elif recipe.objective != "next-token":
         problem = f'a CUDA graph is for objective "next-token"; "{recipe.objective}" has inputs of changing shapes'
     elif recipe.data.document_mask:

@@ -31,11 +31,13 @@ def do_nothing() -> None:
 class Overlap(NamedTuple):
     """Overlap of the products of a tensor-parallel linear layer with their collective calls (`comm/products.py`).
 
-    `gathers`: True for a column-parallel layer, whose input is all-gathered; False for a row-parallel layer, whose
-    output is reduce-scattered. `saves_gathered`: True if the gathered input is saved for backward, False if backward
-    gathers it again. `axis`: `Axis.key` of the tp ranks; `site`: label of the calls in traces."""
+    `forward`, `backward`: the call of the output's product and of the input gradient's: "gather" (the operand is
+    all-gathered), "scatter" or "reduce" (the product is reduce-scattered or all-reduced); "": none. `saves_gathered`:
+    True if the gathered input is saved for backward, False if backward gathers it again. `axis`: `Axis.key` of the tp
+    ranks; `site`: label of the calls in traces."""
 
-    gathers: bool
+    forward: str
+    backward: str
     saves_gathered: bool
     axis: str
     site: str
@@ -80,9 +82,9 @@ class TensorOperations(TokenAxis):
         tp, H]. `site`: label of the call in traces."""
         return x_BSH
 
-    def overlap(self, gathers: bool, site: str) -> Overlap | None:
+    def overlap(self, column: bool, site: str) -> Overlap | None:
         """Return the overlap of a linear layer's products with their collective calls; None: there is none, and `enter`
-        or `leave` is called. `gathers`: True for a column-parallel layer. `site`: label of the calls in traces."""
+        or `leave` is called. `column`: True for a column-parallel layer. `site`: label of the calls in traces."""
         return None
 
     def average(self, x: Tensor, site: str) -> Tensor:

@@ -81,10 +81,10 @@ class ParallelLinear(Linear):
         self.tensor = tensor
         self.site = site
 
-    def find_overlap(self, gathers: bool) -> Overlap | None:
-        """Return the overlap of the layer's products with their collective calls; None: there is none. `gathers`: True
+    def find_overlap(self, column: bool) -> Overlap | None:
+        """Return the overlap of the layer's products with their collective calls; None: there is none. `column`: True
         for a column-parallel layer."""
-        return self.tensor.overlap(gathers, self.site) if self.adapter is None and self.packed is None else None
+        return self.tensor.overlap(column, self.site) if self.adapter is None and self.packed is None else None
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -93,7 +93,7 @@ class ColumnParallelLinear(ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's output features [B, S, Y] of x Wᵀ + b. `x`: input [B, S, X]; with sequence parallelism
         this rank's token slice of it."""
-        overlap = self.find_overlap(gathers=True)
+        overlap = self.find_overlap(column=True)
         if overlap is None:
             return super().forward(self.tensor.enter(x, self.site))
         return linear(x, self.weight, self.bias, self.weight_gradients, self.taps, overlap)
@@ -109,7 +109,7 @@ class RowParallelLinear(ParallelLinear):
         """
         if self.tensor.trivial:
             return super().forward(x)
-        overlap = self.find_overlap(gathers=False)
+        overlap = self.find_overlap(column=False)
         if overlap is None:
             y = self.tensor.leave(self._product(x), self.site)
         else:

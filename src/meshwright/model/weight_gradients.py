@@ -157,8 +157,8 @@ def linear(
 
     `queue`: backward defers the computation of the weight gradient to it; None: autograd computes the weight gradient.
     `taps`: dummy inputs whose gradients carry dy and x out of a compiled backward to the queue; None: a layer with a
-    queue runs outside of compiled graphs. `overlap`: the products overlap with an all-gather of x or a reduce-scatter
-    of the result, of which this function returns the rank's tokens; None: nothing is communicated. `ends_recompute`:
+    queue runs outside of compiled graphs. `overlap`: the products overlap with their collective calls: with
+    slices of tokens, x or the result is this rank's; None: nothing is communicated. `ends_recompute`:
     True for the last product of a block under full activation checkpointing: recomputation stops before it."""
     queued = queue is not None and torch.is_grad_enabled() and weight.requires_grad
     if overlap is None and not queued:
@@ -197,10 +197,10 @@ class _Linear(torch.autograd.Function):
         """Return x Wᵀ + b, [..., Y], for x [..., X], W (`weight_YX`) and b [Y] (`bias`; None: 0). `queue`: receives dy
         and x in backward. `overlap`: see `linear`. `saved`: context of `_SaveOperands` that has x and W; None: they are
         saved here. `taps`: none, or those of dy [..., Y] and x [..., X], which are not read."""
-        if overlap is None:
+        if overlap is None or not overlap.forward:
             y = F.linear(x, weight_YX, bias)
         else:
-            x, y = _multiply_overlapped(x, weight_YX.T, overlap, overlap.gathers, overlap.site)
+            x, y = _multiply_overlapped(x, weight_YX.T, overlap, overlap.forward, overlap.site)
             y = y if bias is None else y + bias
         context.operands = saved
         context.save_for_backward(*((x, weight_YX) if saved is None else ()))
@@ -219,12 +219,12 @@ class _Linear(torch.autograd.Function):
         context.operands = None  # frees them
         needs_x, needs_weight, needs_bias = context.needs_input_grad[:3]
         overlap, dx = context.overlap, None
-        if overlap is not None:
-            dy, dx = _multiply_overlapped(dy, weight_YX, overlap, not overlap.gathers, overlap.site + ".backward")
-            if overlap.gathers and not overlap.saves_gathered:
+        if overlap is not None and overlap.backward:
+            dy, dx = _multiply_overlapped(dy, weight_YX, overlap, overlap.backward, overlap.site + ".backward")
+            if overlap.forward == "gather" and not overlap.saves_gathered:
                 x = torch.ops.meshwright.gather_from(x, overlap.axis, overlap.site, 1)
         dy_NY = dy.flatten(0, -2)
-        if overlap is None and needs_x:
+        if dx is None and needs_x:
             dx = (dy_NY @ weight_YX).view(x.shape)
         d_bias = dy_NY.sum(dim=0) if needs_bias else None
         if context.tapped:
@@ -237,15 +237,12 @@ class _Linear(torch.autograd.Function):
         return dx, d_weight, d_bias, None, None, None
 
 
-def _multiply_overlapped(
-    x: Tensor, matrix: Tensor, overlap: Overlap, gathers: bool, site: str
-) -> tuple[Tensor, Tensor]:
-    """Multiply `x` by `matrix` while tokens are all-gathered (`gathers`) or products reduce-scattered. Return (the
-    operand of the weight gradient: `x`, gathered unless backward gathers it again; the product). `site`: label of the
-    calls."""
-    if not gathers:
-        return x, torch.ops.meshwright.product_scatter(x, matrix, overlap.axis, site)
-    saves_gathered = overlap.saves_gathered or not overlap.gathers
+def _multiply_overlapped(x: Tensor, matrix: Tensor, overlap: Overlap, call: str, site: str) -> tuple[Tensor, Tensor]:
+    """Multiply `x` by `matrix` beside the collective `call`: "gather", "scatter" or "reduce". Return (the operand of
+    the weight gradient: `x`, gathered unless backward gathers it again; the product). `site`: label of the calls."""
+    if call != "gather":
+        return x, torch.ops.meshwright.product_sum(x, matrix, overlap.axis, site, call)
+    saves_gathered = overlap.saves_gathered or overlap.forward != "gather"
     y, gathered = torch.ops.meshwright.gather_product(x, matrix, overlap.axis, site, saves_gathered)
     return gathered if saves_gathered else x, y
 

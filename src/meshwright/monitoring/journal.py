@@ -379,8 +379,7 @@ class Journal:
 
 
 def _set_threads(recipe: Recipe, threads: int | None) -> Recipe:
-    """Return the recipe with `run.threads` set to `threads`, the chosen number of threads; unchanged if `threads` is
-    None."""
+    """Return the recipe with `run.threads` set to `threads`, the chosen number; None: the recipe unchanged."""
     run = recipe.run.model_copy(update={"threads": threads or recipe.run.threads})
     return recipe.model_copy(update={"run": run})
 
@@ -394,7 +393,8 @@ def _get_checkpoint_paths(checkpointer: Checkpointer) -> dict[str, str | None]:
 
 def _describe_product_overlap(mesh: Mesh) -> str:
     """Return a line that says how tensor-parallel products overlap with their collective calls on this mesh."""
-    if mesh.tp.trivial or not mesh.layout.tensor_sequence_parallel:
-        return f'train.tensor_overlap changes nothing in layout "{mesh.layout}": it needs tp with sequence parallelism'
-    means = {"off": "not at all on a CPU", "chunks": "in chunks", "symmetric": "by symmetric memory"}
+    if mesh.tp.trivial:
+        return f'train.tensor_overlap changes nothing in layout "{mesh.layout}": it needs tp'
+    fused = "by symmetric memory" if mesh.layout.tensor_sequence_parallel else "in chunks"
+    means = {"off": "not at all on a CPU", "chunks": "in chunks", "symmetric": fused}
     return f"products of tensor parallelism overlap {means[mesh.communicator.product_overlap]}"

@@ -48,7 +48,7 @@ class GradientAccumulator:
     ) -> None:
         self._units = units
         self._parameters = parameters
-        self._reducer = reducer
+        self.reducer = reducer
         self._place = {
             parameter: (name, index) for name, bound in parameters.items() for index, parameter in enumerate(bound)
         }
@@ -72,7 +72,7 @@ class GradientAccumulator:
     def begin_step(self, passes: Mapping[str, int]) -> None:
         """Begin a training step: the next gradients overwrite the gradients of the last step. `passes`: name of each
         FSDP unit -> number of backward passes that will go through it in this step; missing names count as 0."""
-        self._reducer.begin_step()
+        self.reducer.begin_step()
         self._passes = {name: passes.get(name, 0) for name in self._units}
         self._running: BackwardPass | None = None
 
@@ -81,7 +81,7 @@ class GradientAccumulator:
         announced have taken place."""
         left = [name for name, passes in self._passes.items() if passes]
         assert not left, f"passes are missing: {left}"
-        self._reducer.finish()
+        self.reducer.finish()
 
     # --- one pass
 
@@ -190,7 +190,7 @@ class GradientAccumulator:
         name, index = self._place[parameter]
         for each in running.early.pop(name, ()):
             self.accumulate(*each)
-        return self._reducer.unsharded(name).view(index)
+        return self.reducer.unsharded(name).view(index)
 
     def _mark_accumulated(self, running: BackwardPass, parameter: nn.Parameter) -> None:
         """Record in `running`, the state of the running pass, that a parameter's gradient is in the buffer. If no other
@@ -217,4 +217,4 @@ class GradientAccumulator:
         assert self._passes[name] >= 0, f"{name}: more passes than expected"
         if last or self._units[name].zero >= 2:
             self.on_reduce(name)
-            self._reducer.reduce(name, last)
+            self.reducer.reduce(name, last)

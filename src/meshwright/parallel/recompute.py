@@ -43,7 +43,7 @@ def _get_overloads(namespace: Any, *names: str) -> frozenset[Any]:
 
 
 MATRIX_PRODUCTS = _get_overloads(aten, "mm", "addmm", "linear")
-MATRIX_PRODUCTS |= _get_overloads(ours, "grouped_product", "gather_product", "product_scatter")
+MATRIX_PRODUCTS |= _get_overloads(ours, "grouped_product", "gather_product", "product_sum")
 KERNELS = "flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"
 RING = _get_overloads(ours, "ring_attention", "flash_ring_attention")
 ATTENTION = RING | _get_overloads(ours, "tiled_attention", "varlen_attention")

@@ -145,7 +145,7 @@ def find_overlapped_weights(model: Transformer, mesh: Mesh) -> set[nn.Parameter]
     names = (".experts.up.weight",) if mesh.tp.trivial else (".qkv.weight", ".up.weight")
     overlaps = mesh.device.type == "cuda" and not (mesh.tp.trivial and mesh.ep.trivial)
     columns = (each for each in model.modules() if isinstance(each, ColumnParallelLinear))
-    busy = {each.weight for each in columns if each.find_overlap(gathers=True) is not None}
+    busy = {each.weight for each in columns if each.find_overlap(column=True) is not None}
     return {each for name, each in model.named_parameters() if overlaps and name.endswith(names)} - busy
 
 

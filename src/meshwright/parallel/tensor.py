@@ -10,8 +10,8 @@ Communication: conjugate pairs of operators (comm/operators.py); what one does f
     enter: identity     | all-reduce         leave: all-reduce     | identity        (f and g of arXiv:1909.08053)
     enter: all-gather   | reduce-scatter     leave: reduce-scatter | all-gather      (g and its conjugate, with slices)
 
-Overlap: with `train.tensor_overlap` a product is computed in chunks while other chunks of its all-gather or reduce-
-scatter are in flight (comm/products.py), else none inside a layer. The sums of partial gradients are in flight
+Overlap: with `train.tensor_overlap` a product is computed in chunks while other chunks of its collective call are in
+flight (comm/products.py), else none inside a layer. The sums of partial gradients are in flight
 together.
 Gradients: tensors that several ranks replicate and use for their own tokens or heads alone get partial gradients:
 norms, learned positions and biases after a reduce-scatter (sequence parallelism), norms of queries and keys, key-value
@@ -68,12 +68,15 @@ class TensorParallel(TensorOperations):
         `site`: label of the call in traces."""
         return (reduce_scatter_to if self.sequence_parallel else reduce_from)(discard(x_BSH), self.axis, site)
 
-    def overlap(self, gathers: bool, site: str) -> Overlap | None:
-        """Return the overlap of a linear layer's products with their all-gather (`gathers`) or reduce-scatter; None
-        without sequence parallelism, or if the run has no overlap. `site`: label of the calls in traces."""
-        if self.trivial or not self.sequence_parallel or self.axis.communicator.product_overlap == "off":
+    def overlap(self, column: bool, site: str) -> Overlap | None:
+        """Return the overlap of the products of a column-parallel (`column`) or row-parallel linear layer with their
+        collective calls; None if there is none. `site`: label of the calls in traces."""
+        # Outside of compiled blocks the weight gradient covers all of this sum, and not all but one chunk of it.
+        in_one_call = column and not self.sequence_parallel and not torch.compiler.is_compiling()
+        if self.trivial or in_one_call or self.axis.communicator.product_overlap == "off":
             return None
-        return Overlap(gathers, self.saves_gathered, self.axis.key, site)
+        calls = ("gather", "scatter") if self.sequence_parallel else ("", "reduce")
+        return Overlap(*(calls if column else calls[::-1]), self.saves_gathered, self.axis.key, site)
 
     def reduce(self, x: torch.Tensor, site: str) -> torch.Tensor:
         """Return the sum of `x` (any shape) over the tp ranks; backward passes the gradient through unchanged. `site`:

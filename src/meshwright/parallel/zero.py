@@ -208,8 +208,7 @@ class UnshardedGradient:
 
     def view(self, index: int) -> tuple[torch.Tensor, bool]:
         """Return (view, stale) of the parameter number `index` and mark it as no longer stale. stale: True if the
-        caller must overwrite the view's values, False if it must add to them.
-        """
+        caller must overwrite the view's values, False if it must add to them."""
         stale = index in self.stale
         self.stale.discard(index)
         return self.views[index], stale
@@ -225,6 +224,8 @@ class GradientReducer:
         self._pool = pool
         self._in_flight: deque[tuple[Handle, Callable[[], None]]] = deque()
         """Reductions, oldest first, and the functions to call at their completion."""
+        self.launch: Callable[[Callable[[], None]], None] = lambda start: start()
+        """Called with the function that starts a reduction. A CUDA graph keeps it, to start it after each replay."""
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -260,16 +261,19 @@ class GradientReducer:
             gradient.views[index].zero_()  # took no part in any loss
         gradient.stale.clear()
         del self._open[name]  # the next pass must not write into a buffer that is being sent
+        self.launch(partial(self._start, unit, gradient.buffer, first, last))
+
+    def _start(self, unit: FsdpUnit, buffer: torch.Tensor, first: bool, last: bool) -> None:
+        """Start to reduce the gradient of `unit` in `buffer`. `first`, `last`: True if it is the first or last
+        reduction of the unit in this step."""
         if unit.zero == 0:
-            if not unit.axes.data.trivial:
-                handle = all_reduce(gradient.buffer, unit.axes.data, GRADIENT_SITE, async_op=True)
-                self._in_flight.append((handle, lambda: None))
+            self._in_flight.append((all_reduce(buffer, unit.axes.data, GRADIENT_SITE, async_op=True), lambda: None))
             return
         while len(self._in_flight) >= REDUCTIONS_IN_FLIGHT:
             self._wait_for_oldest()
         output = unit.gradient if first else torch.empty_like(unit.gradient)
-        handle = reduce_scatter(output, gradient.buffer, unit.axes.shard, GRADIENT_SITE, async_op=True)
-        self._in_flight.append((handle, partial(self._add_to_shard, unit, output, gradient.buffer, last)))
+        handle = reduce_scatter(output, buffer, unit.axes.shard, GRADIENT_SITE, async_op=True)
+        self._in_flight.append((handle, partial(self._add_to_shard, unit, output, buffer, last)))
 
     def _wait_for_oldest(self) -> None:
         """Wait for the oldest reduction in flight and finish it: add its output to the shard and release its buffer."""
@@ -292,8 +296,7 @@ class GradientReducer:
 
     def finish(self) -> None:
         """Complete the gradients of a step: wait for all reductions in flight, and set gradients of units without a
-        backward pass to 0. Then all-reduce over pp the gradients of units that several pipeline ranks hold.
-        """
+        backward pass to 0. Then all-reduce over pp the gradients of units that several pipeline ranks hold."""
         while self._in_flight:
             self._wait_for_oldest()
         for handle in self._replica_sums:
@@ -334,18 +337,16 @@ class ParameterPrefetcher(Units):
             later.update(map(id, self._sharded[name]))
 
     def enter(self, name: str, x: Any) -> Any:
-        """Unshard the FSDP unit `name` before its forward pass and start the all-gather of the next unit. Return the
-        unit's input `x`; under ZeRO-3 it is wrapped in an autograd function, which reshards the unit at the end of its
-        backward."""
+        """Unshard the FSDP unit `name` before its forward pass and start the next unit's all-gather. Return the input
+        `x`; under ZeRO-3 it is wrapped in an autograd function, which reshards the unit at the end of its backward."""
         self._unshard(name, self._next.get(name, ""))
         if self._sharded[name] and isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
             return _BackwardHook.apply(x, partial(self._leave_backward, name))
         return x
 
     def leave(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """Reshard the FSDP unit `name` after its forward pass, unless backward begins with this unit. Return the unit's
-        output `x`; under ZeRO-3 it is wrapped in an autograd function, which unshards the unit at the beginning of its
-        backward."""
+        """Reshard the FSDP unit `name` after its forward pass, unless backward begins with it. Return the output `x`;
+        under ZeRO-3 it is wrapped in an autograd function, which unshards the unit at the beginning of its backward."""
         if not self._sharded[name]:
             return x
         with_backward = x.requires_grad and torch.is_grad_enabled()
@@ -381,9 +382,8 @@ class ParameterPrefetcher(Units):
 
 
 class _BackwardHook(torch.autograd.Function):
-    """Autograd identity function whose backward calls a given function and returns the gradient unchanged. Applied to
-    the input of an FSDP unit, the call is made at the end of the unit's backward; applied to the output, at the
-    beginning of the unit's backward."""
+    """Autograd identity function whose backward calls a function and returns the gradient unchanged: at the end of the
+    backward of an FSDP unit if applied to its input, at the beginning if applied to its output."""
 
     @staticmethod
     def forward(context: Any, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:

@@ -2,8 +2,9 @@
 
 As Megatron-LM's full-iteration graphs (`--cuda-graph-impl full_iteration`) and torchtitan's, the graph spans all
 micro-batches of the step. Its inputs are tokens, targets and divisor of the loss, its results the loss and the
-gradients, which lie in the flat buffers of the ZeRO engine. Gradient norm, clipping and update, with a learning rate
-that changes, stay outside of it.
+gradients, which lie in the flat buffers of the ZeRO engine. The calls of data parallelism stay outside of it, so that
+they are recorded and watched: all-gathers of parameters end before a replay, reductions of gradients begin after it. So
+do gradient norm, clipping and update, with a learning rate that changes.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ class _CapturedStep(NamedTuple):
     """CUDA graph of a step's forward and backward.
 
     graph: the graph. micro_batches: micro-batches that it reads. inputs: their tensors, then the divisor of the loss;
-    each replay reads the values that these tensors hold. shares: result that each replay overwrites."""
+    each replay reads the values that these tensors hold. shares: result that each replay overwrites. reductions:
+    functions that start the reductions of the gradients, in backward order."""
 
     graph: torch.cuda.CUDAGraph
     micro_batches: Sequence[MicroBatch]
     inputs: list[torch.Tensor]
     shares: torch.Tensor
+    reductions: list[Callable[[], None]]
 
 
 class GraphedForwardBackward:
@@ -48,7 +51,8 @@ class GraphedForwardBackward:
     pass.
 
     run: runs forward and backward without a graph. All of its calls must launch the same kernels on tensors of the same
-    shapes, without a wait of the host and without a call to other ranks (`launcher.recipe_checks.check_cuda_graphs`).
+    shapes, without a wait of the host, and call other ranks only to all-gather parameters and reduce gradients, each
+    once (`launcher.recipe_checks.check_cuda_graphs`).
     passes: object that marks the phases of the step for the trainer's clock."""
 
     def __init__(self, run: RunPasses, passes: ForwardBackward) -> None:
@@ -64,6 +68,9 @@ class GraphedForwardBackward:
         if self._uncaptured:
             self._uncaptured -= 1
             return self._run(micro_batches, divisor)
+        engine = self._passes.engine
+        for unit in engine.shards:
+            unit.unshard()
         given = [*list_tensors(micro_batches), self._evaluate(divisor)]
         if self._captured is None:
             self._captured = self._capture(micro_batches, given)
@@ -73,6 +80,10 @@ class GraphedForwardBackward:
             tensor.copy_(value)
         captured.graph.replay()
         self._passes.mark(IN_GRAPH)
+        for start in captured.reductions:
+            start()
+        engine.gradients.reducer.finish()
+        self._passes.mark("reduce")
         return captured.shares
 
     def _capture(self, micro_batches: Sequence[MicroBatch], inputs: list[torch.Tensor]) -> _CapturedStep:
@@ -81,13 +92,17 @@ class GraphedForwardBackward:
 
         Other threads may use the GPU meanwhile, as a background save does."""
         graph = torch.cuda.CUDAGraph()
+        reductions: list[Callable[[], None]] = []
+        reducer = self._passes.engine.gradients.reducer
+        launch, reducer.launch = reducer.launch, reductions.append
         mark, self._passes.mark = self._passes.mark, lambda part: None  # a captured event has no time
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 shares = self._run(micro_batches, inputs[-1])
         finally:
             self._passes.mark = mark
-        return _CapturedStep(graph, micro_batches, inputs, shares)
+            reducer.launch = launch
+        return _CapturedStep(graph, micro_batches, inputs, shares, reductions)
 
     def _evaluate(self, divisor: Divisor) -> torch.Tensor:
         """Return the value of `divisor` as a scalar tensor on the device of the model, which waits for the all-reduce

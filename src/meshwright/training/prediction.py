@@ -111,7 +111,9 @@ def _predict_step_time(trainer: Trainer, machine: Cluster) -> StepTime:
         task.config, trainer.layout, machine, trainer.recipe.data.sequence, train.batch, compile=train.compile,
         optimizer=_find_optimizer_name(trainer), documents=documents, pairs=task.objective.pair_loss is not None,
         teacher=task.objective.teacher_work,
-        engine=engines.choose_run_engine(train.tensor_overlap, trainer.device.type, train.compile),
+        engine=engines.choose_run_engine(
+            train.tensor_overlap, trainer.device.type, train.compile, train.cuda_graphs
+        ),
         step_factors=measured_step_factors(
             machine, trainer.layout.precision or default_precision(machine),
             engines.engine("meshwright", compile=train.compile),

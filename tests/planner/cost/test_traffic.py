@@ -79,7 +79,8 @@ LAYOUTS = (
 ALL = [(name, layout) for layout in LAYOUTS for name in MODELS]
 SOME = [([*MODELS][at % (len(MODELS) - 1)], layout) for at, layout in enumerate(LAYOUTS) if at % 2 == 0]
 SOME += [("olmo2", layout) for layout in ("tp4 ac:full", "tp4:nosp ac:selective")]
-SOME += [("overlapped products", layout) for layout in ("tp4 ac:full", "tp2 pp2:gpipe mb2 ac:selective")]
+OVERLAPPED = "tp4 ac:full", "tp2 pp2:gpipe mb2 ac:selective", "tp4:nosp ac:full"
+SOME += [("overlapped products", layout) for layout in OVERLAPPED]
 """Every axis, every way to recompute, with models in turns."""
 
 

@@ -139,6 +139,7 @@ WIDE_MLP = dataclasses.replace(WIDE, intermediate=4096)
 OVERLAPPED = [
     Step(WIDE, "tp4 ac:full", 32, 64, overlap=True), Step(WIDE_MLP, "tp4 ac:selective", 16, 64, overlap=True),
     Step(WIDE, "tp4 ac:full", 1, 512, overlap=True),
+    *(Step(WIDE_MLP, f"tp4:nosp {recompute}", 16, 64, overlap=True) for recompute in ("ac:selective", "ac:full")),
 ]  # fmt: skip
 """The peak is in a product whose chunks are sent, or beside recomputed tokens that have not been gathered."""
 SUMMED = [Step(WIDE, f"tp4{again}", *size) for again in (" ac:full", "", ":nosp") for size in ((32, 64), (1, 512))]

@@ -146,7 +146,8 @@ def spread_cases(every: bool) -> list[Case]:
                         starts=DOCUMENTS if packed else None, stages=3 if middle else 1, stage=1 if middle else 0,
                     )
                 )  # fmt: skip
-    found += [Case(model("llama-tiny"), f"tp4{again}", overlap="chunks") for again in ("", " ac:selective")]
+    overlapped = "tp4", "tp4 ac:selective", "tp4:nosp ac:selective"
+    found += [Case(model("llama-tiny"), layout, overlap="chunks") for layout in overlapped]
     layouts = "tp4:nosp ac:selective", "tp2 dp2"
     return [*found, *(Case(model(name), layouts[at % 2], dtype="bfloat16") for at, name in enumerate(OTHERS))]
 

@@ -278,6 +278,17 @@ def test_cublas_workspace_depends_on_architecture():
     assert peak("Blackwell") == peak("Ampere") and peak("CDNA3") - peak("Ampere") == 2 * (128 * 2**20 - small)
 
 
+def test_calls_of_data_parallelism_of_a_recipe_with_cuda_graphs_are_exposed(tiny_recipe: Path):
+    found = []
+    for setting in ("false", "true"):
+        text = tiny_recipe.read_text().replace("[train]", f"[train]\ncuda_graphs = {setting}")
+        path = tiny_recipe.parent / f"{setting}.toml"
+        path.write_text(text)
+        found.append(plan(str(path), "2xh100-sxm", "dp2 zero1").best.time)
+    overlapped, exposed = (each.breakdown["data"] for each in found)
+    assert overlapped < exposed and found[0].seconds < found[1].seconds
+
+
 def test_memory_of_a_recipe_with_cuda_graphs_has_workspaces_of_the_capture(tiny_recipe: Path):
     peaks = []
     for setting in ("false", "true"):

@@ -140,11 +140,13 @@ class Engine:
         """Return this engine for compiled blocks, all of whose forward `meshwright` recomputes under `ac:full`."""
         return replace(self, stops_early=False) if self.name == "meshwright" else self
 
-    def overlapped(self, setting: str, device: str) -> Engine:
+    def overlapped(self, setting: str, device: str, graphs: bool = False) -> Engine:
         """Return this engine with tensor-parallel products that overlap with their collectives, if a run of the engine
-        `meshwright` has them. setting: `train.tensor_overlap`; device: "cpu" or "cuda"."""
+        `meshwright` has them, and without overlap of data parallelism with a CUDA graph. setting:
+        `train.tensor_overlap`; device: "cpu" or "cuda"; graphs: `train.cuda_graphs`."""
         overlaps = self.name == "meshwright" and (setting == "chunks" or (setting == "auto" and device == "cuda"))
-        return replace(self, overlaps_tensor="products") if overlaps else self
+        found = replace(self, overlaps_tensor="products") if overlaps else self
+        return replace(found, overlaps_data=False) if graphs and device == "cuda" else found
 
 
 ENGINES: dict[str, Engine] = {}
@@ -153,10 +155,10 @@ for _name, _table in read_packaged_toml("planner/cost/engines.toml").items():
     ENGINES[_name] = Engine(_name, **_fields)
 
 
-def choose_run_engine(tensor_overlap: str, device: str, compile: bool) -> Engine:
+def choose_run_engine(tensor_overlap: str, device: str, compile: bool, graphs: bool = False) -> Engine:
     """Return the engine whose kernels and buffers a run has. tensor_overlap: `train.tensor_overlap`; device: "cpu" or
-    "cuda"; compile: `train.compile`."""
-    found = ENGINES["meshwright"].overlapped(tensor_overlap, device)
+    "cuda"; compile: `train.compile`; graphs: `train.cuda_graphs`."""
+    found = ENGINES["meshwright"].overlapped(tensor_overlap, device, graphs)
     return found.recomputed_as_whole() if compile else found
 
 

@@ -171,18 +171,17 @@ def problem_of(
     optimizer, compile = given["optimizer"] or "adamw", bool(given["compile"])
     optimizer_kinds(optimizer)  # is it known?
     where = wanted if isinstance(wanted, Cluster) else cluster(wanted)
+    engine = engines.engine(options.get("engine", "meshwright"), compile=compile)
     if recipe is None and isinstance(model, ModelConfig | str | Path | Mapping):
         config, assumed = model_of(model), model_substitution_note(model)
     else:
         assert recipe is not None
         config, assumed = config_of(recipe)
+        engine = engine.overlapped(recipe.train.tensor_overlap, where.kind, recipe.train.cuda_graphs)
     chosen = options.get("precision") or default_precision(where)
     where.peak(chosen)
-    process: tuple[tuple[str, int], ...] = ()
-    if where.kind == "cpu" and where.measured is not None:
-        process = find_process_items(chosen, where.device.name, where.measured.threads, compile)
-    engine = engines.engine(options.get("engine", "meshwright"), compile=compile)
-    engine = engine if recipe is None else engine.overlapped(recipe.train.tensor_overlap, where.kind)
+    threads = where.measured.threads if where.kind == "cpu" and where.measured is not None else None
+    process = () if threads is None else find_process_items(chosen, where.device.name, threads, compile)
     if config.adapter is not None and engine.name != "meshwright":
         raise UserError(f'engine "{engine.name}": adapters are priced for engine "meshwright" alone')
     return Problem(
