@@ -11,7 +11,8 @@ from meshwright.layout import Layout
 from meshwright.planner.api import plan
 from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.micro_batch import MicroBatch, Number
-from meshwright.planner.cost.step_time import problem_for
+from meshwright.planner.cost.step_time import problem_for, step_time
+from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.memory.published import published_layer, state_bytes
 from meshwright.planner.memory.rank_memory import fullest_rank
 from meshwright.planner.memory.states import flats_of, list_states
@@ -84,6 +85,18 @@ def test_fused_llama_layer_saves_34_sbh() -> None:
     config = preset("llama-3-8b")
     kept = saved("megatron-core", config)
     assert sum(kept.values()) == 34 * 8192 * 4096
+
+
+def test_gradients_of_megatron_core_are_moved_in_16_bits_and_held_in_float32() -> None:
+    """megatron/core/distributed/distributed_data_parallel.py, grad_dtype: as the parameters in NVIDIA's recipes, whose
+    times are published; float32 in other runs, whose memory must not be too low."""
+    core = ENGINES["megatron-core"]
+    found = plan("llama-3-8b", "8xh100-sxm", "dp8 zero1", sequence=2048, batch=8, engine=core.name).best
+    held = found.memory.by_category()
+    assert held["gradients"] == 2 * held["parameters"]
+    for wide, more in ((dataclasses.replace(core, gradient_bytes=4), True), (core, False)):
+        again = step_time(preset("llama-3-8b"), found.layout, cluster("8xh100-sxm"), 2048, 8, engine=wide)
+        assert (again.seconds > found.time.seconds) == more
 
 
 def test_published_runs_of_llm_foundry_fit() -> None:
