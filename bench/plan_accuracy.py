@@ -6,6 +6,7 @@ against the null model (every run gets its source's median rate), rank correlati
 Beside the table that is named, `bench/data/published_runs.csv` and `unseen_runs.csv` are priced. What the planner's
 constants are fitted to, `planner/cost/rates.toml` says; `HELD_BACK` are sources that no constant was fitted to, though
 four were chosen with them in sight (sum of attention's times, its flash-2 rates, overlap tax across, ramp of pairs).
+Of each source, the share of runs whose memory is predicted to fit is counted: all of them ran.
 The bounds of a source are tested by those that the runs of all other projects give (`held_out`), also by kind of run.
 `--bounds` first writes the planner's bounds from all runs but those of the part "test" of `unseen_runs.csv`, which
 decides nothing. Peaks of memory that the tables have are compared with what the planner says
@@ -30,6 +31,7 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.cost.bounds import Bounds, BoundsTable, read_bounds_table
 from meshwright.planner.cost.step_time import StepTime, default_precision, step_time
+from meshwright.planner.memory.ledger import Ledger
 from meshwright.planner.memory.rank_memory import fullest_rank, slack_fraction
 from meshwright.planner.problem import Problem
 from meshwright.spec.refuse import refuse
@@ -86,6 +88,7 @@ def report(found: Predictions) -> dict[str, Any]:
             [one.rate for one, _ in found], [one.rate * one.seconds / step.seconds for one, step in found]
         ),
         "bounds_hold": round(statistics.mean(step.low <= one.seconds <= step.high for one, step in found), 4),
+        "fit": round(statistics.mean(fits(one) for one, _ in found), 4),
         "median_high_to_low": round(statistics.median(step.high / step.low for _, step in found), 4),
     }
 
@@ -262,18 +265,29 @@ def _predicted(pair: tuple[Run, StepTime]) -> float:
     return pair[1].seconds
 
 
+def fullest(one: Run, layout: Layout) -> tuple[Ledger, Problem]:
+    """Return the memory of a run's fullest rank under one of its layouts, and the planning problem."""
+    layout = layout.with_(precision=layout.precision or default_precision(one.cluster))
+    problem = Problem(
+        one.config, one.cluster, one.sequence, one.batch, one.engine, one.engine.fusion == "compiled", "adamw",
+        str(layout.precision), 1.0, False,
+    )  # fmt: skip
+    return fullest_rank(problem, layout), problem
+
+
+def fits(one: Run) -> bool:
+    """Return True if the memory of any layout that the run may have had is predicted to fit, as that of a run did."""
+    found = (fullest(one, layout) for layout in one.layouts)
+    return any(rank.device_bytes <= problem.usable_bytes for rank, problem in found)
+
+
 def memory(path: Path, half: str | None = None) -> dict[str, Any]:
     """Return, by source, mean error and bias of the predicted allocator peak (peak and slack)."""
     errors: dict[str, list[float]] = defaultdict(list)
     for one in runs(path, (MEMORY,), half):
         if isinstance(one, tuple):
             continue
-        layout = one.layouts[0].with_(precision=one.layouts[0].precision or default_precision(one.cluster))
-        problem = Problem(
-            one.config, one.cluster, one.sequence, one.batch, one.engine, one.engine.fusion == "compiled", "adamw",
-            str(layout.precision), 1.0, False,
-        )  # fmt: skip
-        peak = fullest_rank(problem, layout).peak_bytes * (1 + slack_fraction(one.cluster))
+        peak = fullest(one, one.layouts[0])[0].peak_bytes * (1 + slack_fraction(one.cluster))
         errors[one.source].append(peak / GIB / one.memory - 1)
     return {
         source: {

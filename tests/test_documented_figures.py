@@ -234,6 +234,19 @@ def test_skill_against_median_rates():
     assert text in PLAN
 
 
+def test_published_runs_that_fit():
+    sources = load_sources().items()
+    fitting, core, others = 0, 0, 0
+    for name, one in sources:
+        fit = round(one["runs"] * one["fit"])
+        fitting += fit
+        if re.search(r"NVIDIA|nemo-framework|^Llama 3 ", name):
+            core += one["runs"] - fit
+        else:
+            others += one["runs"] - fit
+    assert f"of {fitting} the planner says so. Of the other {core + others}, {core} are of Megatron Core" in PLAN
+
+
 def test_sweeps_of_layouts():
     sweeps = load_result("plan_accuracy")["sweeps"]
     slower = sorted(one["longer"] for one in sweeps if one["longer"] > 0)

@@ -6,11 +6,15 @@ import dataclasses
 
 import pytest
 
+from bench.published_runs import PUBLISHED, Run, runs
 from meshwright.layout import Layout
 from meshwright.planner.api import plan
 from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.micro_batch import MicroBatch, Number
+from meshwright.planner.cost.step_time import problem_for, step_time
+from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.memory.published import published_layer, state_bytes
+from meshwright.planner.memory.rank_memory import fullest_rank
 from meshwright.planner.memory.states import flats_of, list_states
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
@@ -81,6 +85,30 @@ def test_fused_llama_layer_saves_34_sbh() -> None:
     config = preset("llama-3-8b")
     kept = saved("megatron-core", config)
     assert sum(kept.values()) == 34 * 8192 * 4096
+
+
+def test_gradients_of_megatron_core_are_moved_in_16_bits_and_held_in_float32() -> None:
+    """megatron/core/distributed/distributed_data_parallel.py, grad_dtype: as the parameters in NVIDIA's recipes, whose
+    times are published; float32 in other runs, whose memory must not be too low."""
+    core = ENGINES["megatron-core"]
+    found = plan("llama-3-8b", "8xh100-sxm", "dp8 zero1", sequence=2048, batch=8, engine=core.name).best
+    held = found.memory.by_category()
+    assert held["gradients"] == 2 * held["parameters"]
+    for wide, more in ((dataclasses.replace(core, gradient_bytes=4), True), (core, False)):
+        again = step_time(preset("llama-3-8b"), found.layout, cluster("8xh100-sxm"), 2048, 8, engine=wide)
+        assert (again.seconds > found.time.seconds) == more
+
+
+def test_published_runs_of_llm_foundry_fit() -> None:
+    """Their micro-batches are as large as the devices allow: some take more than 90 % of the memory, none more than all
+    of it."""
+    shares = []
+    for one in runs(PUBLISHED):
+        if isinstance(one, Run) and one.engine.name == "llm-foundry":
+            [layout] = one.layouts
+            problem = problem_for(one.config, layout, one.cluster, one.sequence, one.batch, engine=one.engine)
+            shares.append(fullest_rank(problem, layout).device_bytes / problem.usable_bytes)
+    assert len(shares) == 123 and 0.9 < max(shares) < 1
 
 
 def test_eager_llama_layer_saves_nearly_twice_as_much() -> None:

@@ -45,8 +45,10 @@ class Engine:
         gathers_logits: True if each tp rank has all columns of the logits for the loss.
         compiles_loss: True if the loss is compiled where layers are.
         wide_parameters: True if persistent parameters are float32 only, and 16-bit copies are temporary.
-        gradient_bytes: Bytes of an element of the gradients that are accumulated over micro-batches.
-        reduced_bytes: Bytes of an element of gradients in reductions between ranks; None: `gradient_bytes`.
+        gradient_bytes: Bytes of an element of the gradients that are accumulated over micro-batches and reduced between
+            ranks.
+        held_gradient_bytes: The same in the memory ledger, where runs without the options of published recipes hold
+            wider gradients; None: `gradient_bytes`.
         saves: Activations that a layer saves for the backward: the list of memory/published.toml.
         holds_gradients: True if ZeRO-2 and ZeRO-3 reduce gradients once a step only, so that each rank holds them
             unsharded while micro-batches follow one another.
@@ -94,7 +96,7 @@ class Engine:
     compiles_loss: bool = True
     wide_parameters: bool = False
     gradient_bytes: int = 4
-    reduced_bytes: int | None = None
+    held_gradient_bytes: int | None = None
     saves: Literal["megatron", "eager", "eight_bit"] = "megatron"
     holds_gradients: bool = False
     state_bytes: int = 4

@@ -90,7 +90,7 @@ class LayerTimes:
         self.problem, self.candidates = problem, list(candidates)
         self.dtype, engine = DTYPES[problem.precision], problem.engine
         self.itemsize = ITEM_BYTES[self.dtype]
-        self.gradient_bytes = (engine.reduced_bytes or engine.gradient_bytes) if self.itemsize == 2 else 4
+        self.gradient_bytes = engine.gradient_bytes if self.itemsize == 2 else 4
         self.collectives = Collectives(problem.cluster)
         self.rates = Rates.of(problem.cluster, problem.precision, problem.engine.fusion)
         self.examples = layer_examples(problem.config)

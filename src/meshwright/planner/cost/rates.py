@@ -26,8 +26,6 @@ from meshwright.toml import read_packaged_toml
 Sizes = TypeVar("Sizes", float, Floats)
 
 BEFORE_HOPPER = ("Volta", "Ampere", "Ada", "Turing", "Pascal")
-_ATTENTION = {"Hopper": ("-hopper", ""), "Blackwell": ("-blackwell", "-hopper", "")}
-"""Suffixes of the flash kernels' rates for an architecture, in order of preference; the first known rate counts."""
 
 
 def constants() -> Mapping[str, Any]:
@@ -126,12 +124,15 @@ def architecture_family(architecture: str) -> str:
 
 @cache
 def attention_rates(kernel: AttentionKernel, architecture: str) -> tuple[float, float]:
-    """Return the fractions of the peak FLOP/s that a flash attention kernel reaches in (forward, backward). kernel:
-    such as "flash-2"; architecture: architecture of the device, such as "Hopper"."""
+    """Return the fractions of the peak FLOP/s that a flash attention kernel reaches in (forward, backward): on the
+    architecture, else on its family, else, since Hopper, on Hopper, else anywhere.
+
+    kernel: such as "flash-2"; architecture: architecture of the device, such as "Blackwell Ultra"."""
     found = constants()["attention"]
     family = architecture_family(architecture)
-    since = () if family in BEFORE_HOPPER else _ATTENTION.get(family, ("-hopper", ""))
-    forward, backward = next(found[kernel + part] for part in (*since, "") if kernel + part in found)
+    names = (architecture.replace(" ", "-"), family, *(() if family in BEFORE_HOPPER else ("hopper",)))
+    rates = (found.get(f"{kernel}-{each.lower()}") for each in names)
+    forward, backward = next(filter(None, rates), found[kernel])
     return forward, backward
 
 

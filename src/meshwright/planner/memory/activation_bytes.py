@@ -138,7 +138,8 @@ def state_bytes_per_parameter(problem: Problem) -> StateBytes:
     """Return the bytes of weight, gradient and optimizer state (fp32 master weight included) per parameter, before
     sharding."""
     narrow = problem.precision not in ("fp32", "tf32")
-    gradients = problem.engine.gradient_bytes if narrow else 4  # ours sums in float32
+    # Engine `meshwright` sums in float32.
+    gradients = (problem.engine.held_gradient_bytes or problem.engine.gradient_bytes) if narrow else 4
     wide, element = problem.engine.wide_parameters or not narrow, problem.engine.state_bytes if narrow else 4
     states = float(element * (len(optimizer_kinds(problem.optimizer)) + (element == 4 and not wide)))
     return StateBytes(4.0 if wide else 2.0, gradients, states)
