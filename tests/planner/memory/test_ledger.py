@@ -106,6 +106,10 @@ WEIGHTED = [
     for layout in layouts
 ]  # fmt: skip
 """The peak is where the results of the experts, far wider than their activations, are weighted and summed."""
+DROPPED_GPT = dataclasses.replace(
+    preset("gpt2-tiny"), vocabulary=256, layers=2, hidden=128, head_dim=16, intermediate=512,
+    adapter=AdapterConfig(rank=8, dropout=0.1),
+)  # fmt: skip
 GPT = dataclasses.replace(preset("gpt2-tiny"), vocabulary=128, layers=2)
 TIED = dataclasses.replace(preset("llama-tiny"), vocabulary=256, layers=1, hidden=512, intermediate=64)
 
@@ -117,6 +121,7 @@ TIED = dataclasses.replace(preset("llama-tiny"), vocabulary=256, layers=1, hidde
         Step(TIED, "dp1", 4, 64),  # the head's part of the matrix's gradient is held while the last norm's is computed
         *(Step(DROPPED, f"ac:{again}", 4, 64, dtype=dtype)
           for again, dtype in (("full", "bfloat16"), ("selective", "bfloat16"), ("selective", "float32"))),
+        Step(DROPPED_GPT, "ac:selective", 8, 64),
     ],
     ids=lambda step: f"{step.config.family} {step.layout} {step.dtype}",
 )  # fmt: skip
