@@ -111,6 +111,7 @@ DROPPED_GPT = dataclasses.replace(
     adapter=AdapterConfig(rank=8, dropout=0.1),
 )  # fmt: skip
 GPT = dataclasses.replace(preset("gpt2-tiny"), vocabulary=128, layers=2)
+CAPPED = dataclasses.replace(preset("gemma2-tiny"), vocabulary=256)
 TIED = dataclasses.replace(preset("llama-tiny"), vocabulary=256, layers=1, hidden=512, intermediate=64)
 
 
@@ -121,11 +122,11 @@ TIED = dataclasses.replace(preset("llama-tiny"), vocabulary=256, layers=1, hidde
         Step(TIED, "dp1", 4, 64),  # the head's part of the matrix's gradient is held while the last norm's is computed
         *(Step(DROPPED, f"ac:{again}", 4, 64, dtype=dtype)
           for again, dtype in (("full", "bfloat16"), ("selective", "bfloat16"), ("selective", "float32"))),
-        Step(DROPPED_GPT, "ac:selective", 8, 64),
+        Step(DROPPED_GPT, "ac:selective", 8, 64), Step(CAPPED, "dp1", 8, 64, dtype="bfloat16"),
     ],
     ids=lambda step: f"{step.config.family} {step.layout} {step.dtype}",
 )  # fmt: skip
-def test_peaks_in_weighted_sums_norms_and_recomputed_dropout_match_allocator(step: Step) -> None:
+def test_peaks_in_sums_norms_dropout_and_capped_attention_match_allocator(step: Step) -> None:
     found = measure(step)
     assert found.predicted.peak_bytes == pytest.approx(found.peak, rel=0.004), (found.where, found.predicted)
     if step in WEIGHTED:

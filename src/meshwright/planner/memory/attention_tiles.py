@@ -208,7 +208,7 @@ def _list_tile_assignments(of: TiledAttention, rows: int, kv_heads: int, tiles: 
         yield {}, of_keys
         yield {"dp": scores * x}, 0
         yield {"ds": scores * x}, 0
-        yield {}, scores * (wide + x * (x < wide)) if of.capped else 0
+        yield {}, scores * (wide + upcast) if of.capped else 0  # multiplied in the wide type
         yield {"dq": columns * x}, 0
         yield {}, of_keys
     yield {}, each * upcast
