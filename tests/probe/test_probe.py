@@ -27,6 +27,7 @@ from meshwright.probe.communication import OPERATIONS, compute_slowest_median
 from meshwright.probe.compare import THRESHOLD
 from meshwright.probe.points import MeasurementPlan, MeasurementPoint, make_call, time_call, time_point
 from meshwright.probe.report import fit_link, format_cluster_file, format_summary, make_cluster_tables, make_document
+from meshwright.probe.steps import list_reference_layouts
 from tests.probe import probe_cases
 from tests.probe.probe_cases import SMALL
 
@@ -450,3 +451,18 @@ def test_other_torchrun_ranks_print_nothing(
     outcome = command_line("probe", "--output", tmp_path / "cluster.toml")
     assert (outcome.code, outcome.output, list(tmp_path.iterdir())) == (0, "", [])
     assert "leave it out" in command_line("probe", "--ranks", "2").errors
+
+
+def test_reference_layouts_cover_every_possible_axis():
+    assert [str(each) for each in list_reference_layouts("cpu", 2, 1, ("fp32", "bf16"))] == [
+        "dp2 fp32", "dp2 bf16", "tp2 fp32", "cp2 fp32",
+    ]  # fmt: skip
+    assert [str(each) for each in list_reference_layouts("cpu", 4, 2, ("fp32",))] == [
+        "dp8 fp32",
+        "dp2 tp4 fp32",
+        "dp2 cp4 fp32",
+    ]
+    assert [str(each) for each in list_reference_layouts("cpu", 3, 1, ("fp32",))] == [
+        "dp3 fp32"
+    ]  # no layout is divisible by 3
+    assert [str(each) for each in list_reference_layouts("cpu", 1, 1, ("fp32",))] == ["fp32"]

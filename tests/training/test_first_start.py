@@ -22,14 +22,7 @@ from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.planner.cost.bounds import StepProperties, bound_seconds
 from meshwright.planner.cost.step_time import step_time
 from meshwright.planner.hardware.cluster import cluster
-from meshwright.planner.hardware.machine_profile import (
-    PROBE_VARIABLE,
-    FailedMeasurement,
-    HardwareProfileKey,
-    ProcessConstants,
-    ProcessKey,
-    measurement_lock,
-)
+from meshwright.planner.hardware.machine_profile import PROBE_VARIABLE, HardwareProfileKey, ProcessConstants, ProcessKey
 from meshwright.probe import communication
 from meshwright.probe import ranks as probe_ranks
 from meshwright.probe.points import MeasurementPlan
@@ -39,7 +32,8 @@ from meshwright.toml import read_toml
 from meshwright.training import first_start
 from meshwright.training.automatic import search_fastest_layout
 from meshwright.training.first_start import describe_missing, find_hardware_profile, measure_first_start
-from meshwright.training.measurement_failures import LOGGED_VARIABLE
+from meshwright.training.measurement_failures import LOGGED_VARIABLE, FailedMeasurement
+from meshwright.training.measurement_lock import measurement_lock
 from meshwright.training.prediction import find_training_cluster
 from meshwright.training.start import launch_recipe
 from meshwright.training.worker import train_as_rank
@@ -480,3 +474,13 @@ def test_announced_seconds_are_the_sum_of_the_parts(asked, measured_memory, monk
     assert measured_memory == [ProcessKey("bf16", 1, False)]
     assert ": about 18 s, once (" in started(Layout.parse("dp4"), compiled=False, search=True)[0]
     assert ": about 37 s, once (" in started(DP2, compiled=True)[0] and len(asked) == 2
+
+
+def test_measurement_lock_times_out():
+    lines: list[str] = []
+    with measurement_lock(lines.append), pytest.raises(UserError, match="still holds"):
+        with measurement_lock(lines.append, seconds=0.2):
+            pytest.fail("two at a time")
+    assert lines == ["waiting for another start that measures this machine"]
+    with measurement_lock(pytest.fail):
+        pass

@@ -4,20 +4,23 @@ kernels by the ratio of measured to predicted time of these steps (`planner/cost
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 
 import torch
 
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
+from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents, MicroBatch
 from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.step import ForwardBackward, count_targets
-from meshwright.planner.cost.reference_step import batch_of, reference_layouts, reference_model
+from meshwright.planner.cost.reference_step import batch_of, reference_model
 from meshwright.planner.hardware.measured import ReferenceStep
 from meshwright.probe.points import DTYPES, MeasurementPlan, ReferenceKernel, synchronize, use_precision
 from meshwright.probe.stopwatch import DISTURBED, Stopwatch
+from meshwright.spec.refuse import refuse
 
 _SITE = "probe"
 LONGEST_SECONDS = 5.0
@@ -38,7 +41,7 @@ def measure_reference_steps(
     found, steps = [], plan.steps
     layouts: list[Layout] = []
     if steps:
-        layouts = reference_layouts(mesh.device.type, mesh.tp.size, mesh.dp.size, plan.precisions, plan.axes)
+        layouts = list_reference_layouts(mesh.device.type, mesh.tp.size, mesh.dp.size, plan.precisions, plan.axes)
     runs = [_ReferenceRun(layout, mesh) for layout in layouts]
     seconds: list[list[float]] = [[] for _ in runs]
     if runs:
@@ -107,3 +110,25 @@ class _ReferenceRun:
         collectives.all_reduce(usual, world.world, _SITE).wait()
         around = (usual[1:] + usual[:-1]) / (2 * world.world.size)  # mean over ranks, before and after each step
         return [float(each) for each in (slowest * usual_seconds / around).tolist()]
+
+
+def list_reference_layouts(
+    kind: str, host_ranks: int, hosts: int, precisions: Sequence[str], axes: Sequence[str] = ("tp", "cp")
+) -> list[Layout]:
+    """Return the layouts under which `meshwright probe` measures a training step: data parallelism in every precision,
+    and tp and cp over all ranks of a host.
+
+    kind: "cpu" or "cuda"; host_ranks: ranks of each host; hosts: number of hosts; precisions: such as "bf16"; axes:
+    which of "tp" and "cp" are measured."""
+    ranks, model = host_ranks * hosts, reference_model(kind)
+    # CPU ranks wait equally in every type; on GPUs waiting is measurable only in 16-bit types, which are much faster.
+    waiting = "bf16" if kind == "cuda" and "bf16" in precisions else precisions[0]
+    found = [Layout(dp=ranks, precision=precision) for precision in precisions]
+    for axis in axes:
+        layout = Layout(dp=hosts, precision=waiting).with_(**{axis: host_ranks})
+        try:
+            refuse(layout, model.config, model.rows * ranks, model.sequence)
+        except UserError:  # heads or tokens that so many ranks cannot share
+            continue
+        found += [layout] if host_ranks > 1 else []
+    return found

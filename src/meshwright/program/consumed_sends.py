@@ -116,3 +116,18 @@ def list_rank_steps(program: PipelineProgram, rank: int) -> list[Row]:
     s, own = program.steps, program.steps.of_rank(rank)
     columns = (column[own.start : own.stop].tolist() for column in (s.kind, s.stage, s.replica, s.micro_batch))
     return list(zip(own, *columns, strict=True))
+
+
+def find_followed_forwards(program: PipelineProgram, rank: int) -> set[tuple[int, int, int]]:
+    """Return the (stage, replica, micro-batch) of a rank's forwards that are directly followed by their own backward:
+    no other pass of the rank is between them."""
+    found: set[tuple[int, int, int]] = set()
+    before: tuple[int, int, int] | None = None
+    for _, kind, stage, replica, micro_batch in list_rank_steps(program, rank):
+        if kind not in _COMPUTING:
+            continue
+        now = stage, replica, micro_batch
+        if now == before and kind != _WEIGHT_GRADIENT:
+            found.add(now)
+        before = now if kind == _FORWARD else None
+    return found

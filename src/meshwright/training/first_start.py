@@ -20,16 +20,13 @@ from meshwright.layout import Layout
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.planner.hardware.cluster import Cluster, cluster, this_machine
 from meshwright.planner.hardware.machine_profile import (
-    LOCK_SECONDS,
     PROBE_VARIABLE,
-    FailedMeasurement,
     HardwareProfile,
     HardwareProfileKey,
     ProcessConstants,
     ProcessKey,
     has_bf16_instructions,
     may_measure,
-    measurement_lock,
     parse_constants,
     read_fastest_precision,
     read_profile,
@@ -39,7 +36,14 @@ from meshwright.planner.hardware.machine_profile import (
 from meshwright.probe.ranks import SHORT_LIMIT_SECONDS
 from meshwright.recipe import Recipe
 from meshwright.threads import count_available_cores, measure_busy_share
-from meshwright.training.measurement_failures import BUSY_SHARE, describe_failure, log_failed, was_logged
+from meshwright.training.measurement_failures import (
+    BUSY_SHARE,
+    FailedMeasurement,
+    describe_failure,
+    log_failed,
+    was_logged,
+)
+from meshwright.training.measurement_lock import LOCK_SECONDS, measurement_lock
 
 LIMIT_SECONDS = 120.0
 """Time limit of a measurement of process memory: many times the duration on an idle machine."""

@@ -1,12 +1,14 @@
-"""Lines for the user about measurements of this machine that failed, and which of them this start has logged. Free of
-torch."""
+"""Records of measurements of this machine that failed, the lines about them for the user, and which of them this start
+has logged. Free of torch."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from meshwright.planner.hardware.machine_profile import FailedMeasurement
+from meshwright.planner.hardware.machine_profile import measurement_file, parse_measurement, write_measurement
 
 BUSY_SHARE = 0.25
 """Share of a machine's CPU time used by other programs above which a measurement that other programs disturbed, or
@@ -14,6 +16,33 @@ that failed, is not repeated."""
 LOGGED_VARIABLE = "MESHWRIGHT_LOGGED_FAILURES"
 """Environment variable with the files of the failed measurements that this start has logged, joined by ":". Ranks
 inherit it from the launcher."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedMeasurement:
+    """Record of a failed measurement. file: name of the file that the measurement would have written. line: text of the
+    error. busy: fraction of the machine's CPU time that other programs used right after the failure."""
+
+    file: str
+    line: str
+    busy: float
+
+    @classmethod
+    def read(cls, measurement: Path) -> FailedMeasurement | None:
+        """Return the stored record for the measurement whose file is `measurement`; None if there is none."""
+        key = {"file": measurement.name}
+        return parse_measurement(
+            "failed", key, lambda found: cls(key["file"], str(found["line"]), float(found["busy"]))
+        )
+
+    @property
+    def path(self) -> Path:
+        """Path of the record's file."""
+        return measurement_file("failed", {"file": self.file})
+
+    def write(self) -> None:
+        """Store the record. Raises `OSError` if the directory is not writable."""
+        write_measurement("failed", {"file": self.file}, asdict(self))
 
 
 def describe_failure(failed: FailedMeasurement, when: str = "") -> str:

@@ -10,7 +10,7 @@ from meshwright.layout import Layout
 from meshwright.planner.api import plan
 from meshwright.planner.cost.engines import ENGINES, engine
 from meshwright.planner.cost.layer_times import MICRO_BATCH_PARTS
-from meshwright.planner.cost.reference_step import batch_of, measured_step_factors, reference_layouts, reference_model
+from meshwright.planner.cost.reference_step import batch_of, measured_step_factors, reference_model
 from meshwright.planner.cost.step_time import step_time
 from meshwright.planner.hardware.calibration import Calibration
 from meshwright.planner.hardware.measured import Measured, ReferenceStep, read
@@ -117,21 +117,6 @@ def test_ratios_apply_only_to_own_engine_on_measured_machine():
     assert set(measured_step_factors(here(), "fp32", OURS)) == {1.0}
     assert set(measured_step_factors(here(slow), "fp32", ENGINES["megatron"])) == {1.0}
     assert set(measured_step_factors(here(slow), "fp32", engine("meshwright", compile=True))) == {1.0}
-
-
-def test_reference_layouts_cover_every_possible_axis():
-    assert [str(each) for each in reference_layouts("cpu", 2, 1, ("fp32", "bf16"))] == [
-        "dp2 fp32", "dp2 bf16", "tp2 fp32", "cp2 fp32",
-    ]  # fmt: skip
-    assert [str(each) for each in reference_layouts("cpu", 4, 2, ("fp32",))] == [
-        "dp8 fp32",
-        "dp2 tp4 fp32",
-        "dp2 cp4 fp32",
-    ]
-    assert [str(each) for each in reference_layouts("cpu", 3, 1, ("fp32",))] == [
-        "dp3 fp32"
-    ]  # no layout is divisible by 3
-    assert [str(each) for each in reference_layouts("cpu", 1, 1, ("fp32",))] == ["fp32"]
 
 
 def test_reference_steps_round_trip():

@@ -14,7 +14,6 @@ from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.hardware.machine_profile import (
     HardwareProfile,
     HardwareProfileKey,
-    measurement_lock,
     profile_directory,
     read_profile,
     write_profile,
@@ -117,13 +116,3 @@ def test_damaged_tables_are_skipped(profile: HardwareProfile, monkeypatch):
         cluster("this")
     write_profile(replace(KEY, ranks=1), profile)
     assert cluster("this").name == profile.cluster["name"]
-
-
-def test_measurement_lock_times_out():
-    lines: list[str] = []
-    with measurement_lock(lines.append), pytest.raises(UserError, match="still holds"):
-        with measurement_lock(lines.append, seconds=0.2):
-            pytest.fail("two at a time")
-    assert lines == ["waiting for another start that measures this machine"]
-    with measurement_lock(pytest.fail):
-        pass

@@ -8,14 +8,13 @@ reference model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.cost.engines import Engine
 from meshwright.planner.cost.layer_times import MICRO_BATCH_PARTS, UNCORRECTED
@@ -23,7 +22,6 @@ from meshwright.planner.cost.step_time import step_time
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.program.durations import Floats
 from meshwright.spec.config import ModelConfig
-from meshwright.spec.refuse import refuse
 
 LEAST, MOST = 0.5, 20.0
 """Smallest and largest accepted factor; values outside are measurement noise."""
@@ -53,28 +51,6 @@ def _llama(hidden: int, layers: int, heads: int, intermediate: int, vocabulary: 
         head_dim=hidden // heads, intermediate=intermediate, max_positions=4096, norm="rmsnorm", norm_epsilon=1e-5,
         activation="silu", gated=True, positions="rope",
     )  # fmt: skip
-
-
-def reference_layouts(
-    kind: str, host_ranks: int, hosts: int, precisions: Sequence[str], axes: Sequence[str] = ("tp", "cp")
-) -> list[Layout]:
-    """Return the layouts under which `meshwright probe` measures a training step: data parallelism in every precision,
-    and tp and cp over all ranks of a host.
-
-    kind: "cpu" or "cuda"; host_ranks: ranks of each host; hosts: number of hosts; precisions: such as "bf16"; axes:
-    which of "tp" and "cp" are measured."""
-    ranks, model = host_ranks * hosts, reference_model(kind)
-    # CPU ranks wait equally in every type; on GPUs waiting is measurable only in 16-bit types, which are much faster.
-    waiting = "bf16" if kind == "cuda" and "bf16" in precisions else precisions[0]
-    found = [Layout(dp=ranks, precision=precision) for precision in precisions]
-    for axis in axes:
-        layout = Layout(dp=hosts, precision=waiting).with_(**{axis: host_ranks})
-        try:
-            refuse(layout, model.config, model.rows * ranks, model.sequence)
-        except UserError:  # heads or tokens that so many ranks cannot share
-            continue
-        found += [layout] if host_ranks > 1 else []
-    return found
 
 
 def batch_of(layout: Layout, model: ReferenceModel) -> int:

@@ -8,7 +8,6 @@ Bytes of an operation over n ranks on a vector of b bytes, which are also the le
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,8 @@ from meshwright.planner.cost.data_calls import DataCalls, Work, sum_by_axis, sum
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.cost.operators import CollectiveCall
 from meshwright.planner.cost.teacher import TeacherWork
-from meshwright.program.pipeline import COMPUTING, Kind
+from meshwright.program import consumed_sends
+from meshwright.program.pipeline import Kind
 from meshwright.schedules.transfers import with_transfers
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.distillation import make_teacher_layout
@@ -62,7 +62,7 @@ class _StepTraffic(DataCalls):
         self.config = config
         self.place = layout.coordinates(rank)
         self.stages = self.partition.stages
-
+        self.steps = consumed_sends.list_rank_steps(self.program, self.place["pp"])
         self.rows = work.batch // (layout.dp * layout.micro_batches)
         dtype = {8: "float64", 4: "float32", 2: "bfloat16"}[work.parameter_bytes]
         same: dict[str, Any] = {"device": work.device, "responses": work.responses, "engine": work.engine}
@@ -104,16 +104,9 @@ class _StepTraffic(DataCalls):
         backward = ("gradients", "backward", "router")
         return Counter({call: sent for call, sent in self.sent.items() if not any(at in call[0] for at in backward)})
 
-    def list_steps(self) -> Iterator[tuple[Kind, int, tuple[int, int]]]:
-        """Yield (kind, stage, (replica, micro-batch)) for each of this rank's steps in the pipeline schedule program,
-        where the kind is forward, backward, send ..."""
-        steps = self.program.steps
-        for at in steps.of_rank(self.place["pp"]):
-            yield Kind(int(steps.kind[at])), int(steps.stage[at]), (int(steps.replica[at]), int(steps.micro_batch[at]))
-
     def count_passes(self) -> Counter[int]:
         """Return {stage index: number of micro-batches that this rank runs through the stage in a step}."""
-        return Counter(stage for kind, stage, _ in self.list_steps() if kind == Kind.FORWARD)
+        return Counter(stage for _, kind, stage, *_ in self.steps if kind == Kind.FORWARD)
 
     # --- activations: collectives of operators, the pipeline
 
@@ -159,7 +152,7 @@ class _StepTraffic(DataCalls):
         for stage, count in self.count_passes().items():
             self.count_operators(self.stages[stage], count)
         size = self.micro_batch.stream_bytes
-        kinds = Counter(kind for kind, *_ in self.list_steps())
+        kinds = Counter(kind for _, kind, *_ in self.steps)
         self.sent["pipeline.activations", "pp"] += kinds[Kind.SEND_FORWARD] * size
         self.sent["pipeline.gradients", "pp"] += kinds[Kind.SEND_BACKWARD] * size
 
@@ -171,8 +164,8 @@ class _StepTraffic(DataCalls):
         if self.layout.zero < 3:
             return
         gathered: Counter[str] = Counter()
-        before = None
-        for kind, stage, of in self.list_steps():
+        followed = consumed_sends.find_followed_forwards(self.program, self.place["pp"])
+        for _, kind, stage, *of in self.steps:
             units = self.partition.units(self.stages[stage])
             if kind == Kind.FORWARD:
                 gathered.update(self.partition.needed_units(self.stages[stage]))
@@ -180,10 +173,8 @@ class _StepTraffic(DataCalls):
                 gathered.update(
                     {need for unit in units if unit not in LOOKED_UP for need in self.table.needed_by(unit)}
                 )
-                if before == (stage, of):  # it follows its forward at once, which keeps the last unit for it
+                if (stage, *of) in followed:  # its forward has kept the last unit for it
                     gathered.subtract(self.table.needed_by(units[-1]))
-            if kind in COMPUTING:
-                before = (stage, of) if kind == Kind.FORWARD else None
         for unit, times in gathered.items():
             self.count_unit_gathers(unit, times)
 

@@ -63,26 +63,19 @@ def read(table: Any, where: str) -> Calibration:
     """Parse the `calibration` table of a cluster file. where: path of the file, with which the text of an error begins.
     Raises `UserError` for an invalid table."""
     where = f"{where}: calibration"
+    readers = {"runs": read_count, "unexplained_runs": read_count, "unexplained_share": read_finite_number}
     try:
-        return _parse(table, where)
+        if not isinstance(table, Mapping):
+            raise UserError(f"{where} should be a table, not {table!r}")
+        refuse_unknown(table, FIELDS, where)
+        if missing := [key for key in FIELDS[:4] if key not in table]:
+            raise UserError(f"{where}: {missing[0]} is missing")
+        values: dict[str, Any] = {
+            key: readers.get(key, read_number)(value, f"{where}: {key}") for key, value in table.items()
+        }
+        found = Calibration(**values)
+        if not found.time_low <= found.time_factor <= found.time_high:
+            raise UserError(f"{where}: time_factor {found.time_factor:g} is not between time_low and time_high")
     except UserError as error:
         raise UserError(f"{error}; remove the table, or rewrite it with `meshwright plan --calibrate`") from None
-
-
-def _parse(table: Any, where: str) -> Calibration:
-    """Parse the `calibration` table of a cluster file. where: beginning of the text of a `UserError`, which is raised
-    for an invalid table."""
-    if not isinstance(table, Mapping):
-        raise UserError(f"{where} should be a table, not {table!r}")
-    refuse_unknown(table, FIELDS, where)
-    for key in FIELDS[:4]:
-        if key not in table:
-            raise UserError(f"{where}: {key} is missing")
-    readers = {"runs": read_count, "unexplained_runs": read_count, "unexplained_share": read_finite_number}
-    values: dict[str, Any] = {
-        key: readers.get(key, read_number)(value, f"{where}: {key}") for key, value in table.items()
-    }
-    found = Calibration(**values)
-    if not found.time_low <= found.time_factor <= found.time_high:
-        raise UserError(f"{where}: time_factor {found.time_factor:g} is not between time_low and time_high")
     return found

@@ -1,5 +1,5 @@
-"""Store of what was measured once on this machine: its speeds (hardware profiles), failed measurements, the fastest
-precision, and the memory of a rank's process beyond tensors. Free of torch."""
+"""Store of what was measured once on this machine: its speeds (hardware profiles), the fastest precision, and the
+memory of a rank's process beyond tensors. Free of torch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import math
 import os
 import platform
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from meshwright import __version__
-from meshwright.errors import UserError
 from meshwright.threads import count_available_cores
 
 Parsed = TypeVar("Parsed")
@@ -25,9 +23,6 @@ Parsed = TypeVar("Parsed")
 VERSION = 3
 """Version of the profile files' format and of the measurements; a machine with a file of another version is measured
 again."""
-
-LOCK_SECONDS = 120.0
-"""Seconds to wait for another process that measures, which may have been stopped."""
 
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """CPU flags of bf16 multiplication: two of x86, one of Arm."""
@@ -89,60 +84,6 @@ def write_measurement(kind: str, key: Mapping[str, Any], tables: Mapping[str, An
         with suppress(OSError):
             os.unlink(temporary)
         raise
-
-
-@contextmanager
-def measurement_lock(log: Callable[[str], None], seconds: float = LOCK_SECONDS) -> Iterator[None]:
-    """Hold an exclusive file lock inside the context, so that only one process measures this machine at a time.
-
-    log: function that is called with a line of text while waiting for another process. Raises `UserError` after
-    `seconds` of waiting, `OSError` if the directory is not writable.
-    """
-    import fcntl
-
-    path = profile_directory() / "measuring.lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    deadline = None
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if deadline is None:
-                    deadline = time.monotonic() + seconds
-                    log("waiting for another start that measures this machine")
-                elif time.monotonic() > deadline:
-                    raise UserError(f"another start still holds {path} after {seconds:.0f} s") from None
-                time.sleep(0.1)
-        yield
-
-
-@dataclass(frozen=True, slots=True)
-class FailedMeasurement:
-    """Record of a failed measurement. file: name of the file that the measurement would have written. line: text of the
-    error. busy: fraction of the machine's CPU time that other programs used right after the failure."""
-
-    file: str
-    line: str
-    busy: float
-
-    @classmethod
-    def read(cls, measurement: Path) -> FailedMeasurement | None:
-        """Return the stored record for the measurement whose file is `measurement`; None if there is none."""
-        key = {"file": measurement.name}
-        return parse_measurement(
-            "failed", key, lambda found: cls(key["file"], str(found["line"]), float(found["busy"]))
-        )
-
-    @property
-    def path(self) -> Path:
-        """Path of the record's file."""
-        return measurement_file("failed", {"file": self.file})
-
-    def write(self) -> None:
-        """Store the record. Raises `OSError` if the directory is not writable."""
-        write_measurement("failed", {"file": self.file}, asdict(self))
 
 
 _DAMAGED = (OSError, ValueError, KeyError, TypeError)

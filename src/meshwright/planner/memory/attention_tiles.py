@@ -109,7 +109,7 @@ def backward_temporaries(attention: TiledAttention) -> list[Allocation]:
     values, and sums of their gradients."""
     starts, rows = attention.starts, attention.rows
     of_each = [starts[at : at + rows] for at in range(0, len(starts), rows)] if starts else [None]
-    return max((_BackwardReplay(attention._replace(starts=each)).run() for each in of_each), key=count_bytes)
+    return max((_replay_backward(attention._replace(starts=each)) for each in of_each), key=count_bytes)
 
 
 def list_tiles(attention: TiledAttention, starts: Starts | None) -> list[Tile]:
@@ -135,104 +135,80 @@ def list_tiles(attention: TiledAttention, starts: Starts | None) -> list[Tile]:
     return found
 
 
-class _BackwardReplay:
-    """Replay of the allocations of tiled attention's backward for one micro-batch, tile by tile, to find the memory
-    peak.
+def _replay_backward(attention: TiledAttention) -> list[Allocation]:
+    """Replay the allocations of tiled attention's backward for one micro-batch, tile by tile; return the temporaries at
+    the memory peak, with tensors that are being assigned then."""
+    now = {"triangle": attention.tiles.queries**2 * attention.sum_itemsize}
+    most, then = 0, dict(now)
+    for new, temporaries in _list_row_assignments(attention):
+        total = sum(now.values()) + sum(new.values()) + temporaries
+        if total > most:
+            most, then = total, now | {f"new {name}": size for name, size in new.items()}
+        now |= new
+    of_keys = sum(then.get(name, 0) for name in ("k", "v", "wide k", "dk", "dv"))
+    masks = then.get("masks", 0) + then.get("new masks", 0)
+    found = [workspace("tile masks", masks)] if masks else []
+    of_tiles = most - of_keys - masks
+    return [*found, workspace("attention tiles", of_tiles), workspace("tile keys and values", of_keys)]
 
-    Attributes:
-        names: {variable: bytes of its tensor} of all tensors that are allocated now.
-        most: Peak bytes so far.
-        then: {variable: bytes} at the peak, including tensors that were being assigned.
-    """
 
-    def __init__(self, attention: TiledAttention) -> None:
-        self.attention = attention
-        self.names: dict[str, int] = {"triangle": attention.tiles.queries**2 * attention.sum_itemsize}
-        self.most, self.then = 0, dict(self.names)
+Assignment = tuple[dict[str, int], int]
+"""({variable: bytes of a new tensor}, bytes of temporaries meanwhile). The old tensors of the variables are freed after
+all new ones are allocated."""
 
-    def run(self) -> list[Allocation]:
-        """Replay all tiles; return the temporaries at the peak."""
-        attention = self.attention
-        heads = range(0, attention.kv_heads, attention.tiles.kv_heads)[:2]  # later groups add nothing to the peak
-        for rows, tiles in self._row_groups():
-            masks = sum(tile.mask for tile in tiles) * rows
-            self._assign(masks=max(masks, self._worst_masks(rows, tiles)) if attention.unknown else masks)
-            for head in heads:
-                last = tiles if attention.starts else tiles[-LAST_TILES:]
-                self._group(rows, min(attention.tiles.kv_heads, attention.kv_heads - head), last)
-        of_keys = sum(self.then.get(name, 0) for name in ("k", "v", "wide k", "dk", "dv"))
-        masks = self.then.get("masks", 0) + self.then.get("new masks", 0)
-        found = [workspace("tile masks", masks)] if masks else []
-        of_tiles = self.most - of_keys - masks
-        return [*found, workspace("attention tiles", of_tiles), workspace("tile keys and values", of_keys)]
 
-    def _row_groups(self) -> Iterator[tuple[int, list[Tile]]]:
-        """Yield (number of sequences, tiles of one sequence) for each group of sequences that are processed together.
+def _list_row_assignments(of: TiledAttention) -> Iterator[Assignment]:
+    """Yield the assignments of the loops over sequences and key-value heads, in order.
 
-        If every sequence is one document, all groups are alike and only the first two are yielded: the second, because
-        tensors of the first are still allocated when it begins.
-        """
-        attention, together = self.attention, self.attention.tiles.rows
-        groups = range(0, attention.rows, together)
-        for row in groups if attention.starts else groups[:2]:
-            rows = min(together, attention.rows - row)
-            yield rows, list_tiles(attention, attention.starts and attention.starts[row : row + rows])
+    If every sequence is one document, all groups of sequences are alike and only the first two are replayed: the
+    second, because tensors of the first are still allocated when it begins."""
+    groups = range(0, of.rows, of.tiles.rows)
+    for row in groups if of.starts else groups[:2]:
+        rows = min(of.tiles.rows, of.rows - row)
+        tiles = list_tiles(of, of.starts and of.starts[row : row + rows])
+        masks = sum(tile.mask for tile in tiles) * rows
+        yield {"masks": max(masks, _worst_masks(of, rows, tiles)) if of.unknown else masks}, 0
+        for head in range(0, of.kv_heads, of.tiles.kv_heads)[:2]:  # later groups add nothing to the peak
+            last = tiles if of.starts else tiles[-LAST_TILES:]
+            yield from _list_tile_assignments(of, rows, min(of.tiles.kv_heads, of.kv_heads - head), last)
 
-    def _worst_masks(self, rows: int, tiles: Sequence[Tile]) -> int:
-        """Return the most bytes that attention masks can take if documents may begin anywhere. rows: number of
-        sequences processed together; tiles: tiles of a sequence that is one document.
 
-        With one sequence, the masks of different tiles have at most one tile of keys in common, as each mask ends at
-        the start of a document. With several sequences, each tile may have a mask over all its keys."""
-        queries, wide = tiles[0].queries, self.attention.sum_itemsize
-        if rows == 1:
-            return queries * (self.attention.tiles.length + queries * (len(tiles) - 1)) * wide
-        return rows * sum(tile.queries * tile.keys for tile in tiles) * wide
+def _worst_masks(of: TiledAttention, rows: int, tiles: Sequence[Tile]) -> int:
+    """Return the most bytes that attention masks can take if documents may begin anywhere. rows: number of sequences
+    processed together; tiles: tiles of a sequence that is one document.
 
-    def _group(self, rows: int, kv_heads: int, tiles: Sequence[Tile]) -> None:
-        """Replay the allocations for one group of sequences and key-value heads. rows, kv_heads: numbers of sequences
-        and heads; tiles: tiles of one sequence."""
-        of, x, wide = self.attention, self.attention.itemsize, self.attention.sum_itemsize
-        together = rows == 1 or kv_heads == 1  # then rows and heads are one dimension, wherever they lie
-        head_after_head = together or (of.rotated and kv_heads == of.kv_heads)
-        each = rows * kv_heads * of.tiles.length * of.size
-        self._assign(k=0 if head_after_head else each * x, v=0 if together else each * x)
-        self._assign(**{"wide k": each * wide if x < wide else 0})
-        self._assign(dk=each * wide, dv=each * wide)
-        for tile in tiles:
-            lines = rows * kv_heads * of.tiles.group * tile.queries
-            scores, columns = lines * tile.keys, lines * of.size
-            whole = of.tiles.group == 1 or ((of.rotated or of.apart) and tile.queries == of.tiles.length)
-            self._assign(
-                q=0 if head_after_head and whole else columns * x,
-                d_out=0 if together and of.tiles.group == 1 else columns * x,
-            )
-            self._update_peak(columns * wide + (4 if of.capped else 1) * scores * wide)
-            slope = scores * wide if of.capped else 0
-            self._update_peak(2 * scores * wide + slope)
-            if x < wide:
-                self._update_peak(scores * (wide + x) + slope)
-            self.names |= {"slope": slope, "p": scores * x}
-            of_keys = rows * kv_heads * tile.keys * of.size * (x if x == wide else x + wide)
-            self._update_peak(of_keys)
-            self._assign(dp=scores * x)
-            self._assign(ds=scores * x)
-            if of.capped:
-                self._update_peak(scores * (wide + x if x < wide else wide))
-            self._assign(dq=columns * x)
-            self._update_peak(of_keys)
-        if x < wide:
-            self._update_peak(each * wide)
+    With one sequence, the masks of different tiles have at most one tile of keys in common, as each mask ends at the
+    start of a document. With several sequences, each tile may have a mask over all its keys."""
+    if rows == 1:
+        return tiles[0].queries * (of.tiles.length + tiles[0].queries * (len(tiles) - 1)) * of.sum_itemsize
+    return rows * sum(tile.queries * tile.keys for tile in tiles) * of.sum_itemsize
 
-    def _assign(self, **sizes: int) -> None:
-        """Assign new tensors to variables. The old tensors of the variables are freed after all new ones are allocated.
-        sizes: {variable: bytes of its new tensor}."""
-        self._update_peak(0, **sizes)
-        self.names |= sizes
 
-    def _update_peak(self, size: int, **new: int) -> None:
-        """Set the peak to the current bytes if these are more. They are the bytes of all variables, of the tensors
-        `new` that are being assigned ({variable: bytes}), and `size` bytes of temporaries."""
-        total = sum(self.names.values()) + size + sum(new.values())
-        if total > self.most:
-            self.most, self.then = total, self.names | {f"new {name}": each for name, each in new.items()}
+def _list_tile_assignments(of: TiledAttention, rows: int, kv_heads: int, tiles: Sequence[Tile]) -> Iterator[Assignment]:
+    """Yield the assignments for one group of sequences and key-value heads. rows, kv_heads: numbers of sequences and
+    heads; tiles: tiles of one sequence."""
+    x, wide = of.itemsize, of.sum_itemsize
+    together = rows == 1 or kv_heads == 1  # then rows and heads are one dimension, wherever they lie
+    head_after_head = together or (of.rotated and kv_heads == of.kv_heads)
+    each, upcast = rows * kv_heads * of.tiles.length * of.size, wide if x < wide else 0
+    yield {"k": 0 if head_after_head else each * x, "v": 0 if together else each * x}, 0
+    yield {"wide k": each * upcast}, 0
+    yield {"dk": each * wide, "dv": each * wide}, 0
+    for tile in tiles:
+        lines = rows * kv_heads * of.tiles.group * tile.queries
+        scores, columns = lines * tile.keys, lines * of.size
+        whole = of.tiles.group == 1 or ((of.rotated or of.apart) and tile.queries == of.tiles.length)
+        query, gradient = head_after_head and whole, together and of.tiles.group == 1
+        slope = scores * wide if of.capped else 0
+        of_keys = rows * kv_heads * tile.keys * of.size * (x + upcast)
+        yield {"q": 0 if query else columns * x, "d_out": 0 if gradient else columns * x}, 0
+        yield {}, columns * wide + (4 if of.capped else 1) * scores * wide
+        yield {}, 2 * scores * wide + slope
+        yield {"slope": slope, "p": scores * x}, 0
+        yield {}, of_keys
+        yield {"dp": scores * x}, 0
+        yield {"ds": scores * x}, 0
+        yield {}, scores * (wide + upcast) if of.capped else 0  # multiplied in the wide type
+        yield {"dq": columns * x}, 0
+        yield {}, of_keys
+    yield {}, each * upcast

@@ -249,7 +249,8 @@ class _StepReplay:
         schedule. Other allocations, outside the pass: {(category, name, stage): bytes}."""
         rank, last, placement = self.place["pp"], self.program.stages - 1, self.program.placement
         answers = consumed_sends.find_consumed_sends(self.program, rank)
-        left, at_once, stream = dict(self.passes), self._followed_at_once(), self.batch.stream_bytes
+        at_once = consumed_sends.find_followed_forwards(self.program, rank)
+        left, stream = dict(self.passes), self.batch.stream_bytes
         alive: Counter[tuple[str, str, int]] = Counter()
         in_flight: tuple[Reduction, ...] = ()
         for at, kind, stage, replica, micro_batch in self._steps():
@@ -323,19 +324,6 @@ class _StepReplay:
                 batch, stage, buffers, kept, whole, compiled=self.compiled, queues=self.split
             )
         return self.stages[index, at_once]
-
-    def _followed_at_once(self) -> set[tuple[int, int, int]]:
-        """Return the (stage, replica, micro-batch) of forwards that are directly followed by their own backward."""
-        found: set[tuple[int, int, int]] = set()
-        before: tuple[int, int, int] | None = None
-        for _, kind, *key in self._steps():
-            if kind not in _COMPUTING:
-                continue
-            now = key[0], key[1], key[2]
-            if now == before and kind in (_BACKWARD, _INPUT_GRADIENT):
-                found.add(now)
-            before = now if kind == _FORWARD else None
-        return found
 
     def _steps(self) -> list[consumed_sends.Row]:
         """Return this rank's steps of the pipeline program (forwards, backwards, sends, receives), in order."""

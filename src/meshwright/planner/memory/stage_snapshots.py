@@ -104,7 +104,7 @@ class StageSnapshots:
         """Yield (snapshot name, temporaries) for the forward of a unit, such as "layers.3" or "embedding"."""
         at = self.batch
         if unit == "head":
-            yield from temporaries.loss_pass(at, self.saved, self.compiled, False).snapshots("loss")
+            yield from self._loss(False).snapshots("loss")
         elif unit not in self._layer:
             yield "", [workspace(f"{unit} rows", at.all_tokens * at.config.hidden * at.itemsize)]
         elif self._compiled(unit) and not self._expert_parallel(unit):
@@ -119,6 +119,11 @@ class StageSnapshots:
             }
             computed = temporaries.Pass(layer_dimensions(at, layer, sizes), whole, f"{unit}.")
             yield from computed.snapshots("layer_forward")
+
+    def _loss(self, again: bool) -> temporaries.Pass:
+        """Return a pass through the head. again: True in the backward."""
+        known = {"compiled_loss": self.compiled, "both_ends": self.both_ends}
+        return temporaries.loss_pass(self.batch, self.saved, again, **known)
 
     def backward(self, split: bool, state: BackwardState) -> Iterator[Snapshot]:
         """Yield the memory snapshots of one micro-batch's backward in order. split: True for a backward that computes
@@ -175,7 +180,7 @@ class StageSnapshots:
                 yield ".rows", [activation("gradient of the last layer's output", self.stream)]
             if self.batch.config.head not in ("next", "masked"):
                 return
-            loss = temporaries.loss_pass(self.batch, self.saved, self.compiled, True)
+            loss = self._loss(True)
             yield from loss.snapshots("loss_backward")
             if "keeps_hidden" not in loss.dimensions.true:
                 yield from loss.snapshots("loss")
@@ -190,7 +195,9 @@ class StageSnapshots:
                 yield from (held.snapshot(unit) for held in self._block(unit).backward(state))
         elif unit in self._layer:
             again = count_bytes(self._whole_of[unit]) - count_bytes(self._saved_of[unit])
-            if self.batch.narrow and self.batch.layout.recompute != "none":  # beside the copy that a norm saves
+            config = self.batch.config  # in a 16-bit type this norm saves a copy of the input
+            copies = self.batch.narrow and config.pre_norms and config.norm == "rmsnorm"
+            if copies and self.batch.layout.recompute != "none":
                 again += sum(each.bytes for each in self._saved_of[unit] if each.name == f"{unit}.input")
             more = [activation("recomputed", again)] if again > 0 else []
             layer = self._layer[unit]

@@ -137,7 +137,7 @@ def adapter_sizes(batch: MicroBatch, layer: int) -> dict[str, Number]:
     kernels = (one for each in layer_operators(batch, layer) for one in each.operations if one.phase == "forward")
     adapted = (one for one in kernels if one.name.endswith(".adapter.a") and one.shape)
     masks = {one.name: int(MASK_BYTES * one.shape[0] * one.shape[2] * one.count) for one in adapted if one.shape}
-    others = [size for name, size in masks.items() if ".experts." not in name]
+    others = [size for name, size in masks.items() if ".experts." not in name and name != "mlp.down.adapter.a"]
     mlp, sizes = "mlp.experts" if mixed else "mlp", layer_dimensions(batch, layer)
     found: dict[str, Number] = {"masks": max(others, default=0)}
     for name, result in (("down", "rows tokens width x"), ("up", "stream x")):
@@ -149,10 +149,10 @@ def adapter_sizes(batch: MicroBatch, layer: int) -> dict[str, Number]:
 # --- both ends of the model
 
 
-def loss_pass(batch: MicroBatch, saved: Sequence[Allocation], compiled: bool, again: bool) -> Pass:
+def loss_pass(batch: MicroBatch, saved: Sequence[Allocation], again: bool, **known: bool) -> Pass:
     """Return the sizes of a pass through the loss, from which its memory snapshots are computed. saved: saved
-    activations of the stage; compiled: True if the loss is compiled; again: True for the backward of a loss whose
-    forward saved no gradient, so that the loss is computed again."""
+    activations of the stage; again: True for the backward of a loss whose forward saved no gradient, so that the loss
+    is computed again; known: further properties, which conditions test: "compiled_loss", "both_ends"."""
     config, x = batch.config, batch.itemsize
     chunks = batch.loss_chunks if config.head in ("next", "masked") else []
     longest, several = max(chunks, default=0), len(chunks) > 1
@@ -166,7 +166,7 @@ def loss_pass(batch: MicroBatch, saved: Sequence[Allocation], compiled: bool, ag
         "chunk_bytes": 0 if adds else several * x * (2 if batch.narrow else 1),
     }  # fmt: skip
     flags = {
-        "again": again, "several_chunks": several, "compiled_loss": compiled,
+        "again": again, "several_chunks": several, **known,
         "keeps_hidden": "head.hidden.gradient" in kept, "keeps_weight": "head.weight.gradient" in kept,
         "computes_weight": (again and config.adapter is None) or "head.weight.gradient" in kept,
     }  # fmt: skip
