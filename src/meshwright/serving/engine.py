@@ -121,8 +121,7 @@ class Engine:
         if isinstance(found, DeviceLogits):
             found.wait()
         self._kernel_seconds += time.perf_counter() - began
-        # Each token attends to those up to itself.
-        self._last = {"tokens": len(batch.tokens), "context": int(batch.positions.sum()) + len(batch.tokens)}
+        self._last = {"tokens": len(batch.tokens), "context": batch.keys}
 
     def report(self) -> dict[str, Any]:
         """Return the engine's counts and times by name, for the server's metrics: the counts of `Scheduler.stats`;
