@@ -15,7 +15,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
@@ -161,7 +161,7 @@ def _apply_messages(engine: Engine, messages: list[Message]) -> tuple[bool, list
         if "add" in message:
             try:
                 engine.add(_REQUESTS.validate_python(message["add"]))
-            except UserError:  # never for requests that the front has checked
+            except (UserError, ValidationError):  # never for requests that the front has checked
                 refused.append(Output(message["add"]["id"], [], "cancelled"))
         elif "cancel" in message:
             engine.cancel(message["cancel"])
