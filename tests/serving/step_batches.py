@@ -9,8 +9,8 @@ import numpy as np
 
 from meshwright.kernels.operations import BLOCK_TOKENS
 from meshwright.serving import scheduler
+from meshwright.serving.engine import Runner
 from meshwright.serving.logit_rows import Draw
-from meshwright.serving.runner import Runner
 from meshwright.serving.scheduler import StepBatch
 
 

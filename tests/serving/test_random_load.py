@@ -23,11 +23,10 @@ from meshwright.kernels.choice import PLAIN_TORCH
 from meshwright.planner.serving.ledger import ServingSizes
 from meshwright.serving.device_logits import DeviceLogits
 from meshwright.serving.device_runner import DeviceRunner
-from meshwright.serving.engine import Engine, build_scheduler
+from meshwright.serving.engine import Engine, Runner, build_runner, build_scheduler
 from meshwright.serving.logit_rows import StepOutput
 from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Output, Request
-from meshwright.serving.runner import Runner, build_runner
 from meshwright.serving.sampling import Sampling, TokenResult
 from meshwright.serving.scheduler import StepBatch
 from meshwright.serving.weights import RankWeights
