@@ -62,8 +62,7 @@ class StepBatch:
         block_tables: Block tables [W, S, B]: entry [w, s, b] is the index of sequence s's KV block number b (16
             positions each) in table w. Entries past the context or before the window are 0, not to be read.
         output_rows: Ascending indices (0 to T - 1) of the tokens whose logits are wanted [R]; may be empty.
-        chunks: The tokens of each sequence [S].
-        group: Index of the pipeline group to which all of them belong; 0 without a pipeline."""
+        chunks: The tokens of each sequence [S]."""
 
     tokens: Integers
     positions: Integers
@@ -73,7 +72,6 @@ class StepBatch:
     block_tables: Integers
     output_rows: Integers
     chunks: list[Chunk]
-    group: int = 0
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -165,7 +163,7 @@ class Scheduler:
                 picked.append(Chunk(sequence, range(sequence.computed, sequence.computed + count), positions))
                 budget -= count
                 rows -= len(positions)
-        return self._build_batch(picked, group) if picked else None
+        return self._build_batch(picked) if picked else None
 
     def schedule_following(self, batch: StepBatch) -> StepBatch | None:
         """Return the decode step that follows `batch` before the results of `batch` are known; its token IDs are 0
@@ -177,7 +175,7 @@ class Scheduler:
         if self._queue or not decoding or any(each.finish_reason or self._allocate(each, 2) < 2 for each in going):
             return None
         following = [range(each.computed + 1, each.computed + 2) for each in going]
-        return self._build_batch(list(map(Chunk, going, following, following)), batch.group)
+        return self._build_batch(list(map(Chunk, going, following, following)))
 
     def record_results(self, batch: StepBatch, results: SequenceOf[TokenResult]) -> list[Output]:
         """Record the results of a batch that has been computed; return the new outputs, one for each request that got
@@ -311,9 +309,8 @@ class Scheduler:
         sequence.paused = not room
         return min(wanted, room)
 
-    def _build_batch(self, picked: list[Chunk], group: int) -> StepBatch:
-        """Return the batch of the picked chunks, all of sequences of the pipeline group `group`. A token that a batch
-        in flight has yet to sample has ID 0."""
+    def _build_batch(self, picked: list[Chunk]) -> StepBatch:
+        """Return the batch of the picked chunks. A token that a batch in flight has yet to sample has ID 0."""
         tokens, positions, starts, context = array("i"), array("i"), array("i", [0]), array("i")
         slots = [array("i") for _ in self.windows]
         output_rows: list[int] = []
@@ -334,7 +331,7 @@ class Scheduler:
                 tables[table, place, : len(blocks)] = blocks[:width]
         arrays = (np.array(each, np.int32) for each in (tokens, positions, slots, starts, context, output_rows))
         tokens_T, positions_T, slots_WT, starts_S, context_S, rows_R = arrays
-        return StepBatch(tokens_T, positions_T, slots_WT, starts_S, context_S, tables, rows_R, picked, group)
+        return StepBatch(tokens_T, positions_T, slots_WT, starts_S, context_S, tables, rows_R, picked)
 
     def _record_tokens(self, sequence: Sequence, count: int, results: SequenceOf[TokenResult]) -> Output | None:
         """Record that `count` tokens of a sequence were computed, and the results of its output rows (tokens whose

@@ -130,22 +130,26 @@ class EventStream(Response):
         self._waiting = [job.formatter.open_choice(choice) for choice in job.choices]
         self._bytes = 0  # of the events that wait
         self._news = asyncio.Event()
+        self._drop: Callable[[], None] = lambda: None
         self._run = runner.start(job, self._take)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events as they come until the job ends, the client leaves, or the client reads too slowly. scope,
         receive, send: arguments of an ASGI application."""
         run, left = self._run, asyncio.create_task(_wait_until_left(receive))
-        drop: Callable[[], None] = scope.get(ABORT, left.cancel)
         timers: list[asyncio.TimerHandle] = []
 
-        def limit_drain(_: object) -> None:
-            """Close the connection `HttpSettings.drain_seconds` after the last token, or immediately if the client
-            reads too slowly."""
-            self._news.set()
-            slow = not run.cancelled() and isinstance(run.exception(), SlowReader)
-            timers.append(run.get_loop().call_later(0 if slow else self._settings.drain_seconds, drop))
+        def drop() -> None:
+            """Close the connection, and send nothing more."""
+            scope.get(ABORT, left.cancel)()
+            left.cancel()
 
+        def limit_drain(_: object) -> None:
+            """Give the client `HttpSettings.drain_seconds` after the last token to read the rest of its stream."""
+            self._news.set()
+            timers.append(run.get_loop().call_later(self._settings.drain_seconds, drop))
+
+        self._drop = drop
         run.add_done_callback(limit_drain)
         left.add_done_callback(lambda _: self._news.set())
         try:
@@ -162,20 +166,19 @@ class EventStream(Response):
                     return
                 await self._news.wait()
                 self._news.clear()
-        except SlowReader:
-            drop()
         finally:
             await _cancel_tasks(run, left)
             for timer in timers:
                 timer.cancel()
 
     def _take(self, choice: Choice, piece: Piece) -> None:
-        """Append the event of a new piece of `choice` to the events that wait to be sent. Raises SlowReader if too many
-        bytes wait."""
+        """Append the event of a new piece of `choice` to the events that wait to be sent. Closes the connection, and
+        raises SlowReader, if too many bytes wait."""
         event = self._job.formatter.format_piece(choice, piece, self._job.choices)
         if not event:
             return
         if self._bytes > self._settings.stream_bytes * len(self._job.choices):
+            self._drop()
             raise SlowReader
         self._bytes += len(event)  # one event may be larger: it holds a whole prompt's log-probabilities
         self._waiting.append(event)
@@ -183,13 +186,8 @@ class EventStream(Response):
 
     def _format_end(self, run: asyncio.Future[None]) -> bytes:
         """Return the last events of the stream as bytes: the last events of the request's API (OpenAI or llama.cpp), or
-        an error event if `run`, the future of the finished job, has an exception. Raises SlowReader if the client
-        read too slowly."""
-        try:
-            run.result()
-        except SlowReader:
-            raise
-        except Exception as error:
+        an error event if `run`, the future of the finished job, has an exception."""
+        if isinstance(error := run.exception(), Exception):
             return b"data: " + to_api_error(error).to_json() + b"\n\n" + END_OF_STREAM
         return self._job.formatter.close_stream(self._job.choices)
 
