@@ -190,9 +190,7 @@ class OverwritingRunner(DeviceRunner):
 @pytest.mark.parametrize("seeds", [[1, 4], *exhaustive([0, 3])], ids=str)
 def test_answers_of_steps_launched_ahead_equal_those_of_requests_alone(seeds: list[int], tmp_path: Path):
     weights = RankWeights(write_model(tmp_path, small_config("qwen2-tiny", max_positions=128)), Mesh.single())
-    runner = OverwritingRunner(
-        weights, Mesh.single(), torch.float32, SIZES, device_reference, batch_invariant=True, graphs=False
-    )
+    runner = OverwritingRunner(weights, Mesh.single(), SIZES, device_reference, batch_invariant=True, graphs=False)
     happened = Counter[str]()
     for seed in seeds:
         happened += run_load(runner, seed, agree)

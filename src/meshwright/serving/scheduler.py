@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,24 +23,10 @@ from meshwright.serving.blocks import BlockPool
 from meshwright.serving.logit_rows import LogitRow, StepOutput
 from meshwright.serving.request import FinishReason, Output, Request
 from meshwright.serving.sampling import TokenResult
-from meshwright.serving.sequence import Sequence
+from meshwright.serving.sequence import Chunk, Sequence
 from meshwright.spec.block_tables import BLOCK_TOKENS, count_blocks, first_block_in_window, max_sequence_tokens
 
 Integers = npt.NDArray[np.int32]
-
-
-class Chunk(NamedTuple):
-    """Tokens of one sequence in a step.
-
-    Attributes:
-        sequence: State of the sequence.
-        computed: Positions of the tokens in the sequence.
-        wanted: Those of the positions whose logits are wanted.
-    """
-
-    sequence: Sequence
-    computed: range
-    wanted: range
 
 
 @dataclass(slots=True, eq=False)

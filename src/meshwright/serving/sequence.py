@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 from meshwright.serving.admission import AnswerLengthRatio
 from meshwright.serving.blocks import HashChain
@@ -106,3 +107,17 @@ class Sequence:
             return score_token(row, self.tokens[position + 1], sampling.prompt_logprobs)
         except InvalidLogits:
             return TokenResult(-1)
+
+
+class Chunk(NamedTuple):
+    """Tokens of one sequence in a step.
+
+    Attributes:
+        sequence: State of the sequence.
+        computed: Positions of the tokens in the sequence.
+        wanted: Those of the positions whose logits are wanted.
+    """
+
+    sequence: Sequence
+    computed: range
+    wanted: range
