@@ -1,7 +1,7 @@
 """Cost of a streamed token in the server's front process: processor time from the engine's output to the socket.
 
 An engine that computes nothing gives 32 streams a token each, step after step, through the real application and server
-in a process of their own; clients are plain sockets. The time includes that engine's own queues.
+in a process of their own; clients are plain sockets.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from meshwright.launcher.signals import StopSignals
 from meshwright.serving.gate import HttpSettings
 from meshwright.serving.http import HttpApp
 from meshwright.serving.http_server import open_socket, serve_http
+from meshwright.serving.replica import Take
 from meshwright.serving.request import Output, Request
 from tests.serving.fake_engine import FakeEngine, make_prompts
 
@@ -41,36 +41,25 @@ KINDS: dict[str, dict[str, Any]] = {
 class SteppingEngine(FakeEngine):
     """Engine that gives every running request a token each `step_seconds`, as one message of a replica does."""
 
-    def submit(self, request: Request) -> AsyncIterator[Output]:
-        queue: asyncio.Queue[Output] = asyncio.Queue()
+    def submit(self, request: Request, take: Take) -> None:
         if not self.requests:
             self._stepping = asyncio.create_task(self._step())
-            self._queues: dict[str, tuple[asyncio.Queue[Output], Request, list[int]]] = {}
+            self._streams: dict[str, tuple[Take, Request, list[int]]] = {}
         self.requests.append(request)
-        self._queues[request.id] = queue, request, [0]
-        return self._read(queue)
+        self._streams[request.id] = take, request, [0]
 
     def cancel(self, request_id: str) -> None:
-        self._queues.pop(request_id, None)
-
-    async def _read(self, queue: asyncio.Queue[Output]) -> AsyncIterator[Output]:
-        while True:
-            output = await queue.get()
-            yield output
-            if output.finish_reason is not None:
-                return
+        self._streams.pop(request_id, None)
 
     async def _step(self) -> None:
         while True:
             await asyncio.sleep(self.step_seconds or 0)
-            for queue, request, count in list(self._queues.values()):
+            for take, request, count in list(self._streams.values()):
                 token = self.tokens[count[0] % (len(self.tokens) - 1)]
                 count[0] += 1
                 last = count[0] >= request.sampling.max_tokens
                 result = self._result(token, request.sampling.logprobs)
-                queue.put_nowait(Output(request.id, [result], "length" if last else None))
-                if last:
-                    self._queues.pop(request.id)
+                take(Output(request.id, [result], "length" if last else None))
 
 
 def serve(step_seconds: float) -> None:

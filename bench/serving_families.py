@@ -35,11 +35,10 @@ from meshwright.kernels.choice import PLAIN_TORCH
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
 from meshwright.planner.serving.ledger import ServingSizes
-from meshwright.serving.engine import Engine, build_scheduler
+from meshwright.serving.engine import Engine, build_runner, build_scheduler
 from meshwright.serving.offline import run_requests
 from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Request
-from meshwright.serving.runner import build_runner
 from meshwright.serving.sampling import Sampling
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.latent_attention import LatentAttention

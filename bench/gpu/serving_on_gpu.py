@@ -90,10 +90,9 @@ def build(
     config: ModelConfig, dtype: torch.dtype, sizes: ServingSizes, invariant: bool = False, graphs: bool = CUDA
 ) -> DeviceRunner:
     """A runner of random weights."""
-    return DeviceRunner(
-        RandomWeights(config), Mesh.single(device=DEVICE), dtype, sizes, device_operations,
-        batch_invariant=invariant, graphs=graphs,
-    )  # fmt: skip
+    sizes = dataclasses.replace(sizes, dtype=str(dtype).removeprefix("torch."))
+    weights, mesh = RandomWeights(config), Mesh.single(device=DEVICE)
+    return DeviceRunner(weights, mesh, sizes, device_operations, batch_invariant=invariant, graphs=graphs)
 
 
 def draw_prompts(config: ModelConfig, lengths: Sequence[int]) -> list[list[int]]:

@@ -25,11 +25,10 @@ from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
 from meshwright.planner.serving.ledger import ServingSizes
 from meshwright.recipe import DataRecipe, ModelRecipe, load_recipe
-from meshwright.serving.engine import Engine, build_scheduler
+from meshwright.serving.engine import Engine, build_runner, build_scheduler
 from meshwright.serving.offline import run_requests
 from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Request
-from meshwright.serving.runner import build_runner
 from meshwright.serving.sampling import Sampling
 from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.spec.config_json import config_from_path

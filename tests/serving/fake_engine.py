@@ -17,6 +17,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.serving.http import HttpApp
 from meshwright.serving.http_server import make_server, open_socket
 from meshwright.serving.prompts import Prompts
+from meshwright.serving.replica import Take
 from meshwright.serving.replicas import State
 from meshwright.serving.request import FinishReason, Output, Request
 from meshwright.serving.sampling import TokenResult
@@ -71,6 +72,7 @@ class FakeEngine:
         self.error: Exception | None = None
         self.prefill_seconds = 0.0
         self.prompts = prompts
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self.say(text)
 
     def say(self, text: str) -> None:
@@ -82,10 +84,21 @@ class FakeEngine:
             self.tickets.append(ticket)
         return Refusal(self.state, 1.0) if self.state in ("starting", "draining", "failed") else self.refusal
 
-    def submit(self, request: Request) -> AsyncIterator[Output]:
+    def submit(self, request: Request, take: Take) -> None:
         self.running.add(request.id)
         self.requests.append(request)
-        return self._generate(request) if request.deadline is None else self._generate_until(request, request.deadline)
+        outputs = self._generate(request)
+        if request.deadline is not None:
+            outputs = self._generate_until(request, request.deadline)
+        self._tasks[request.id] = asyncio.create_task(self._deliver(outputs, take))
+
+    async def _deliver(self, outputs: AsyncIterator[Output], take: Take) -> None:
+        """Pass the outputs of a request on to its receiver."""
+        try:
+            async for output in outputs:
+                take(output)
+        except Exception as error:
+            take(error)
 
     async def _generate_until(self, request: Request, deadline: float) -> AsyncIterator[Output]:
         """The outputs of a request that ends at its deadline."""
@@ -103,6 +116,8 @@ class FakeEngine:
 
     def cancel(self, request_id: str) -> None:
         self.running.discard(request_id)
+        if (task := self._tasks.pop(request_id, None)) is not None and task is not asyncio.current_task():
+            task.cancel()
 
     async def wait_for_failure(self) -> MeshwrightError:
         await asyncio.Event().wait()

@@ -33,12 +33,13 @@ def check_pool(pool: BlockPool, held: Mapping[int, Sequence[Iterable[int]]]) -> 
 def check_scheduler(scheduler: Scheduler) -> None:
     """Assert that the pool's blocks are those of the sequences and of their tables, that no sequence holds more than
     its most, and that the admission state is safe."""
-    check_pool(scheduler.pool, {each.age: each.held for each in scheduler._admitted})
+    held = {
+        each.age: [table[released:] for table, released in zip(each.tables, each.released, strict=True)]
+        for each in scheduler._admitted
+    }
+    check_pool(scheduler.pool, held)
     for each in scheduler._admitted:
-        for table, (held, most) in enumerate(zip(each.held, each.most_blocks, strict=True)):
-            assert len(held) <= most
-            row = scheduler._tables[table, each.row]
-            assert row[each.blocks - len(held) : each.blocks].tolist() == list(held)
-            assert not row[: each.blocks - len(held)].any() and not row[each.blocks :].any()
+        assert all(len(blocks) <= most for blocks, most in zip(held[each.age], each.most_blocks, strict=True))
+        assert not any(any(table[:count]) for table, count in zip(each.tables, each.released, strict=True))
     scheduler._state = None
     assert scheduler._get_admission_state().safe

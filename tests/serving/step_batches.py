@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from meshwright.kernels.operations import BLOCK_TOKENS
+from meshwright.serving import scheduler
+from meshwright.serving.engine import Runner
 from meshwright.serving.logit_rows import Draw
-from meshwright.serving.runner import Runner
 from meshwright.serving.scheduler import StepBatch
 
 
@@ -23,13 +24,7 @@ class Chunk:
 
 
 class GreedySequence:
-    """Stands in for a scheduler's sequence whose tokens are sampled greedily. all_rows: as in `make_batch`."""
-
-    def __init__(self, begin: int, all_rows: bool) -> None:
-        self.begin, self.all_rows = begin, all_rows
-
-    def get_output_positions(self, count: int) -> range:
-        return range(self.begin if self.all_rows else self.begin + count - 1, self.begin + count)
+    """Stands in for a scheduler's sequence whose tokens are sampled greedily."""
 
     def prepare_draw(self, position: int) -> Draw:
         return Draw()
@@ -52,9 +47,10 @@ def make_batch(chunks: Sequence[Chunk], all_rows: bool = True, tables: int = 1) 
     slots = np.ascontiguousarray(blocks_WSB[:, owners, at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS)
     rows = range(len(tokens)) if all_rows else [start - 1 for start in starts[1:]]
     context = [chunk.begin + len(chunk.tokens) for chunk in chunks]
-    sequences = [GreedySequence(chunk.begin, all_rows) for chunk in chunks]
+    computed = [range(chunk.begin, chunk.begin + len(chunk.tokens)) for chunk in chunks]
+    parts = [scheduler.Chunk(GreedySequence(), each, each if all_rows else each[-1:]) for each in computed]
     arrays = (np.array(each, np.int32) for each in (tokens, positions, slots, starts, context))
-    return StepBatch(*arrays, blocks_WSB, np.array(rows, np.int32), sequences)
+    return StepBatch(*arrays, blocks_WSB, np.array(rows, np.int32), parts)
 
 
 def read_in_pieces(

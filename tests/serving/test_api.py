@@ -136,7 +136,7 @@ def test_further_answers_are_reported_like_the_first(model: mw.Model):
     found = model.generate("def ", max_tokens=3, n=2, temperature=1.0, seed=1)
     (other,) = found.to_json_dict()["others"]
     assert other.keys() == found.to_json_dict().keys() and other["tokens"] == 3
-    with pytest.raises(UserError, match="logprobs 2.5: should be a whole number"):
+    with pytest.raises(UserError, match="logprobs 2.5: should be a valid integer"):
         model.generate("def ", logprobs=2.5)
 
 
@@ -224,7 +224,7 @@ def test_directory_without_generative_model_is_refused(model: mw.Model, copy: Pa
         ("x", {"n": 0}, "n 0: should be 1 or more"),
         ("x", {"stop": ""}, "stop: should be a text"),
         ("x", {"stop": [3]}, "stop: should be a text"),
-        ("x", {"logit_bias": [1]}, "options of generate: should be numbers"),
+        ("x", {"logit_bias": [1]}, "logit_bias .1.: should be"),
         ("x", {"logit_bias": {999: 1.0}}, "logit_bias: token ID 999"),
         ("x", {"min_tokens": 300}, "min_tokens 300"),
         ("x", {"logprobs": -1}, "logprobs -1"),

@@ -29,11 +29,10 @@ from meshwright.model.transformer import Transformer
 from meshwright.planner.serving.device_ledger import CONTEXT_BYTES, SPLIT_COLUMNS, device_ledger
 from meshwright.planner.serving.ledger import RankLedger, ServingSizes
 from meshwright.serving.device_runner import DeviceRunner, StepSizes
-from meshwright.serving.engine import Engine, PipelineEngine, build_scheduler
+from meshwright.serving.engine import Engine, PipelineEngine, build_runner, build_scheduler
 from meshwright.serving.offline import run_requests
 from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Request
-from meshwright.serving.runner import build_runner
 from meshwright.serving.sampling import Sampling
 from meshwright.serving.weights import RankWeights
 from meshwright.spec.block_tables import block_tables
@@ -65,13 +64,11 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 
 
 def make_runner(
-    directory: Path, batch_invariant: bool = False, graphs: bool = False, dtype: torch.dtype = torch.float32
+    directory: Path, batch_invariant: bool = False, graphs: bool = False, dtype: str = "float32"
 ) -> DeviceRunner:
-    mesh = Mesh.single()
+    mesh, sizes = Mesh.single(), replace(SIZES, dtype=dtype)
     weights = RankWeights(directory, mesh)
-    return DeviceRunner(
-        weights, mesh, dtype, SIZES, device_reference, batch_invariant=batch_invariant, graphs=graphs
-    )  # fmt: skip
+    return DeviceRunner(weights, mesh, sizes, device_reference, batch_invariant=batch_invariant, graphs=graphs)
 
 
 def answer(runner, budget: int) -> list[list[int]]:
@@ -161,7 +158,7 @@ def test_gemv_computes_one_token_from_parameters_unless_batch_invariant(
         given.append(weight), gemv(x, weight, *rest, **options))[1])  # fmt: skip
     one, two = ([Chunk([7], 0, [3])], [Chunk([7], 0, [3]), Chunk([9], 0, [4])])
     for invariant, chunks, expected in ((False, one, True), (False, two, False), (True, one, False)):
-        runner = make_runner(directories(name), batch_invariant=invariant, dtype=torch.bfloat16)
+        runner = make_runner(directories(name), batch_invariant=invariant, dtype="bfloat16")
         given.clear()
         runner.run(make_batch(chunks))
         assert bool(given) == expected and all(isinstance(weight, torch.nn.Parameter) for weight in given)
@@ -236,7 +233,7 @@ def answer_on_rank(directory: str, layout: str) -> tuple[list[list[int]], dict[s
     """Answers, bytes by kind and stage of one of several ranks."""
     mesh = Mesh.create(Layout.parse(layout))
     weights = RankWeights(Path(directory), mesh)
-    runner = DeviceRunner(weights, mesh, torch.float32, SIZES, device_reference, graphs=False)
+    runner = DeviceRunner(weights, mesh, SIZES, device_reference, graphs=False)
     runner._warm_up()  # the warm-up steps, which also on a GPU capture nothing here
     scheduler = build_scheduler(runner.config, ServingSizes(11, 6, 64, blocks=48), groups=mesh.pp.size)
     engine = Engine(runner, scheduler) if mesh.pp.size == 1 else PipelineEngine(runner, scheduler, mesh)
@@ -268,10 +265,9 @@ def test_two_ranks_answer_like_one(layout: str, name: str, two: LocalRanks, dire
 def score_in_bfloat16(directory: str, layout: str) -> dict[str, np.ndarray]:
     """Logits of a prompt on one rank in bfloat16, by the runner of a GPU and by that of a CPU."""
     mesh = Mesh.single() if layout == "dp1" else Mesh.create(Layout.parse(layout))
-    device = DeviceRunner(
-        RankWeights(Path(directory), mesh), mesh, torch.bfloat16, SIZES, device_reference, graphs=False
-    )
-    runners = {"gpu": device, "cpu": build_runner(RankPlan(directory, layout, replace(SIZES, dtype="bfloat16")), mesh)}
+    sizes = replace(SIZES, dtype="bfloat16")
+    device = DeviceRunner(RankWeights(Path(directory), mesh), mesh, sizes, device_reference, graphs=False)
+    runners = {"gpu": device, "cpu": build_runner(RankPlan(directory, layout, sizes), mesh)}
     tables = len(block_tables(device.config, 1).windows)
     batch, found = make_batch([Chunk(PROMPTS[2], 0, [3, 4, 5])], tables=tables), dict[str, np.ndarray]()
     for kind, runner in runners.items():
@@ -345,7 +341,7 @@ def test_step_on_cuda_tensors_has_no_host_synchronisation(name: str, batch_invar
     with FakeTensorMode(allow_non_fake_inputs=True), _Indexing():
         runner = DeviceRunner(
             _NoTensors(config, expert_ranks=2 if config.experts and batch_invariant else 0), Mesh.single(device=device),
-            torch.bfloat16, SIZES, device_reference, batch_invariant=batch_invariant, graphs=False,
+            replace(SIZES, dtype="bfloat16"), device_reference, batch_invariant=batch_invariant, graphs=False,
         )  # fmt: skip
         for sizes in (StepSizes(4, 4, 4, 64, decoding=True), StepSizes(20, 7, 3, 37)):
             logits = runner.compute(sizes)
@@ -399,11 +395,9 @@ class _Launches:
 def test_tensors_of_a_step_fit_predicted_slack(name: str):
     config = small_config(name, hidden=256, vocabulary=997) if name == "llama-tiny" else small_config(name)
     device, budget = torch.device("cuda", 0), 512
-    sizes = ServingSizes(budget, 6, 64, blocks=48)
+    sizes = ServingSizes(budget, 6, 64, "bfloat16", blocks=48)
     with FakeTensorMode(allow_non_fake_inputs=True), _Indexing():
-        runner = DeviceRunner(
-            _NoTensors(config), Mesh.single(device=device), torch.bfloat16, sizes, _Launches(), graphs=False
-        )
+        runner = DeviceRunner(_NoTensors(config), Mesh.single(device=device), sizes, _Launches(), graphs=False)
         older = *runner._model.parameters(), *runner._cache, runner._numbers, runner._tables
         with torch.inference_mode(), _Peak(older) as peak:
             runner.compute(StepSizes(budget, budget // 16, 256, 64))

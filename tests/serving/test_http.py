@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import socket
@@ -22,11 +23,15 @@ from meshwright.data.records.examples import ExampleEncoder
 from meshwright.errors import RankLost
 from meshwright.serving.gate import HttpSettings
 from meshwright.serving.http import HttpApp
+from meshwright.serving.metrics import ServingMetrics
 from meshwright.serving.prompts import Prompts
-from meshwright.serving.protocol.bodies import Body, CompletionBody, DetokenizeBody
+from meshwright.serving.protocol.bodies import Body, CompletionBody, DetokenizeBody, parse_body
 from meshwright.serving.protocol.errors import ApiError
 from meshwright.serving.protocol.jobs import build_job
+from meshwright.serving.replica import Take
 from meshwright.serving.request import Output, Request
+from meshwright.serving.sampling import TokenResult
+from meshwright.serving.streaming import JobRunner
 from meshwright.serving.waiting_line import Refusal
 from tests.serving.fake_engine import FakeEngine, ServedApp, make_prompts, wait_until
 
@@ -732,3 +737,35 @@ def test_non_finite_logits_are_error_of_their_request(
         assert "invalid_logits" in described["description"]
         assert described["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/Error"}
     assert http.post("/v1/completions", json={"model": "m", "prompt": "The"}).status_code == 200
+
+
+class ManualEngine(FakeEngine):
+    """Gives outputs only when the test calls a request's receiver."""
+
+    takes: dict[str, Take]
+
+    def submit(self, request: Request, take: Take) -> None:
+        self.takes[request.id] = take
+
+    def cancel(self, request_id: str) -> None:
+        self.takes.pop(request_id, None)
+
+
+def test_choice_that_ends_at_a_stop_string_is_cancelled_while_others_go_on(prompts: Prompts):
+    engine = ManualEngine(prompts)
+    engine.takes = {}
+    body = parse_body(CompletionBody, b'{"prompt": ["a", "b"], "stop": "quick", "max_tokens": 50}')
+
+    async def run() -> None:
+        job = build_job(body, prompts, "m", "id")
+        running = JobRunner(engine, ServingMetrics(engine, "m"), HttpSettings("m")).start(job, lambda *_: None)
+        first, second = (request.id for request in job.requests)
+        tokens = iter(prompts.encode("The quick brown", add_start=False))
+        while first in engine.takes:
+            engine.takes[first](Output(first, [TokenResult(next(tokens))]))
+        assert not running.done() and list(engine.takes) == [second]
+        engine.takes[second](Output(second, [TokenResult(next(tokens))], "length"))
+        await running
+        assert [choice.finish_reason for choice in job.choices] == ["stop", "length"] and not engine.takes
+
+    asyncio.run(run())

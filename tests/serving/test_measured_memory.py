@@ -17,8 +17,8 @@ from meshwright.kernels.choice import PLAIN_TORCH
 from meshwright.planner.serving.kernel_scratch import StepScratch, scratch_bytes
 from meshwright.planner.serving.ledger import RankLedger, ServingLedger, ServingSizes, serving_ledger
 from meshwright.planner.serving.torch_ledger import torch_ledger
+from meshwright.serving.engine import build_runner
 from meshwright.serving.rank_starter import RankPlan
-from meshwright.serving.runner import build_runner
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.refuse import serving_layout
 from tests.conftest import REPOSITORY

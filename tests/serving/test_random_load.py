@@ -23,11 +23,10 @@ from meshwright.kernels.choice import PLAIN_TORCH
 from meshwright.planner.serving.ledger import ServingSizes
 from meshwright.serving.device_logits import DeviceLogits
 from meshwright.serving.device_runner import DeviceRunner
-from meshwright.serving.engine import Engine, build_scheduler
+from meshwright.serving.engine import Engine, Runner, build_runner, build_scheduler
 from meshwright.serving.logit_rows import StepOutput
 from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Output, Request
-from meshwright.serving.runner import Runner, build_runner
 from meshwright.serving.sampling import Sampling, TokenResult
 from meshwright.serving.scheduler import StepBatch
 from meshwright.serving.weights import RankWeights
@@ -191,9 +190,7 @@ class OverwritingRunner(DeviceRunner):
 @pytest.mark.parametrize("seeds", [[1, 4], *exhaustive([0, 3])], ids=str)
 def test_answers_of_steps_launched_ahead_equal_those_of_requests_alone(seeds: list[int], tmp_path: Path):
     weights = RankWeights(write_model(tmp_path, small_config("qwen2-tiny", max_positions=128)), Mesh.single())
-    runner = OverwritingRunner(
-        weights, Mesh.single(), torch.float32, SIZES, device_reference, batch_invariant=True, graphs=False
-    )
+    runner = OverwritingRunner(weights, Mesh.single(), SIZES, device_reference, batch_invariant=True, graphs=False)
     happened = Counter[str]()
     for seed in seeds:
         happened += run_load(runner, seed, agree)

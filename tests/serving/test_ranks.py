@@ -7,9 +7,11 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from pydantic_core import to_json
 
 from meshwright.comm.local import LocalRanks
@@ -73,23 +75,43 @@ def test_replicas_share_the_address_of_their_first_rank_without_waiting_for_each
             assert (first, second) == ("unix:first", f"tcp:host-{replica}:0")
 
 
-def share_with_a_lost_rank(outcome: Path) -> None:
+def wait_for_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks.share_address("", Mesh.create(Layout.parse("tp2:nosp"), timeout_seconds=60.0))
+
+
+def wait_for_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("read_rendezvous_info", "connect_to_store", "initialise_process_group"):  # done by the pool
+        monkeypatch.setattr(ranks.rendezvous, name, lambda *given: None)
+    monkeypatch.setattr(ranks, "agree_on_device", lambda *given: "cpu")
+    ranks.serve_joined(None, "cpu")
+
+
+def lose_the_first_rank(wait: Callable[[pytest.MonkeyPatch], None], outcome: Path) -> None:
     """The first rank exits while it loads; the other one writes what it raises."""
-    mesh = Mesh.create(Layout.parse("tp2:nosp"), timeout_seconds=60.0)
-    if mesh.rank == 0:
+    if dist.get_rank() == 0:
         os._exit(1)
     try:
-        ranks.share_address("", mesh)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            wait(monkeypatch)
     except Exception as error:
         outcome.write_text(f"{type(error).__name__}, exit code {getattr(error, 'exit_code', None)}: {error}")
         raise
 
 
-def test_rank_lost_while_loading_is_no_internal_error(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("wait", "message"),
+    [
+        (wait_for_the_address, "rank 1 had no answer from rank 0 in serving.leader"),
+        (wait_for_the_plan, "rank 0 has ended before it sent the server's settings"),
+    ],
+)
+def test_rank_lost_while_loading_is_no_internal_error(
+    tmp_path: Path, wait: Callable[[pytest.MonkeyPatch], None], message: str
+):
     outcome = tmp_path / "outcome"
     with LocalRanks(2) as pool, pytest.raises(RankLost):
-        pool.run(share_with_a_lost_rank, outcome)
-    assert outcome.read_text().startswith("RankLost, exit code 3: rank 1 had no answer from rank 0 in serving.leader")
+        pool.run(lose_the_first_rank, wait, outcome)
+    assert outcome.read_text().startswith(f"RankLost, exit code 3: {message}")
 
 
 def test_error_of_the_first_joined_rank_is_one_line(

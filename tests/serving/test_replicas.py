@@ -68,14 +68,36 @@ def make_request(name: str, *prompt: int, tokens: int = 20, **options: object) -
     return Request(name, prompt or (1, 2, 3), Sampling(max_tokens=tokens), **options)  # type: ignore[arg-type]
 
 
-async def collect(outputs: AsyncIterator[Output]) -> list[int]:
-    return [result.token async for output in outputs for result in output.results]
+class Reply:
+    """Outputs of a request that is submitted at once; an error of the engine is raised by `wait`."""
+
+    def __init__(self, replicas: Replicas, request: Request) -> None:
+        self.outputs: list[Output] = []
+        self._ended = asyncio.get_running_loop().create_future()
+        replicas.submit(request, self._take)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [result.token for output in self.outputs for result in output.results]
+
+    def _take(self, output: Output | Exception) -> None:
+        if isinstance(output, Exception):
+            self._ended.set_exception(output)
+        else:
+            self.outputs.append(output)
+            if output.finish_reason is not None:
+                self._ended.set_result(None)
+
+    async def wait(self) -> list[int]:
+        """Wait for the end of the request; return its tokens."""
+        await self._ended
+        return self.tokens
 
 
 async def collect_all(replicas: Replicas, requests: Iterable[Request]) -> None:
     """Submit requests and check that every answer is the one of the request alone."""
     requests = list(requests)
-    found = await asyncio.gather(*(collect(replicas.submit(request)) for request in requests))
+    found = await asyncio.gather(*(Reply(replicas, request).wait() for request in requests))
     assert found == [answer(request) for request in requests]
 
 
@@ -192,7 +214,7 @@ def test_long_steps_do_not_count_as_lost_ranks_for_ever(tmp_path: Path):
 
 def test_limit_of_a_step_follows_its_predicted_time():
     replica = Replica(0, max_sequences=8)
-    replica.streams = {"r": Stream(make_request("r", *range(40), tokens=5))}
+    replica.streams = {"r": Stream(make_request("r", *range(40), tokens=5), print)}
     assert replica.compute_step_limit(60.0, 512) == 60.0
     replica.hangs = 2
     assert replica.compute_step_limit(60.0, 512) == 240.0
@@ -219,9 +241,9 @@ def test_requests_of_a_lost_replica_continue_on_another(tmp_path: Path):
 def test_request_that_repeatedly_kills_its_rank_fails_alone(tmp_path: Path):
     async def run() -> None:
         async with running(tmp_path) as replicas:
-            outputs = replicas.submit(make_request("bad", KILL_ALWAYS))
+            reply = Reply(replicas, make_request("bad", KILL_ALWAYS))
             with pytest.raises(RankLost, match="3 times"):
-                await collect(outputs)
+                await reply.wait()
             await collect_all(replicas, [make_request("good")])
 
     asyncio.run(run())
@@ -248,14 +270,14 @@ def test_server_ends_after_consecutive_losses(tmp_path: Path, monkeypatch: pytes
     async def run() -> None:
         monkeypatch.setattr(replicas_module, "FIRST_DELAY", 0.01)
         async with running(tmp_path, engine="build_once") as replicas:
-            outputs = [replicas.submit(make_request(name, KILL)) for name in ("first", "second")]
+            replies = [Reply(replicas, make_request(name, KILL)) for name in ("first", "second")]
             await replicas.wait_for_failure()
             assert replicas.state == "failed"
             assert refusal_of(replicas, make_request("late")) == "failed"
             assert [stats["restarts"] for stats in replicas.stats()] == [replicas_module.LOSSES_OF_REPLICA - 1]
-            for each in outputs:
+            for each in replies:
                 with pytest.raises(RankLost):
-                    await collect(each)
+                    await each.wait()
 
     asyncio.run(run())
 
@@ -283,29 +305,18 @@ def test_ranks_that_cannot_start_raise_their_error(
 
 def test_cancelled_request_ends_and_frees_its_slot(loop: asyncio.Runner, shared: Replicas):
     async def run() -> None:
-        long = [shared.submit(make_request(name, tokens=10_000)) for name in ("long", "longer")]
-        for outputs in long:
-            await anext(outputs)
-        late = shared.submit(make_request("late", tokens=10_000, deadline=time.time() + 0.05))
-        assert [output.finish_reason async for output in late] == ["timeout"]
+        long = [Reply(shared, make_request(name, tokens=10_000)) for name in ("long", "longer")]
+        await wait_until(lambda: all(each.tokens for each in long))
+        late = Reply(shared, make_request("late", tokens=10_000, deadline=time.time() + 0.05))
+        await late.wait()
+        assert [output.finish_reason for output in late.outputs] == ["timeout"]
         shared.cancel("long")
+        taken = len(long[0].outputs)
         await collect_all(shared, [make_request("next")])
-        assert [output async for output in long[0]][-1].finish_reason == "cancelled"
+        assert len(long[0].outputs) == taken < len(long[1].outputs), "a cancelled request gets no further outputs"
         shared.cancel("long")
         shared.cancel("longer")
-
-    loop.run(run())
-
-
-def test_slow_reader_gets_its_outputs_merged(loop: asyncio.Runner, shared: Replicas):
-    async def run() -> None:
-        request = make_request("slow")
-        outputs = shared.submit(request)
-        await collect_all(shared, [make_request("other", tokens=40)])
-        found = [output async for output in outputs]
-        assert len(found) == 1
-        assert [result.token for result in found[0].results] == answer(request)
-        assert found[0].finish_reason == "length"
+        await wait_until(lambda: not shared.stats()[0]["running"])
 
     loop.run(run())
 
@@ -316,7 +327,7 @@ def test_queue_refuses_requests_beyond_its_limits(loop: asyncio.Runner, shared: 
         for number in range(5):
             request = make_request(f"r{number}", tokens=10_000)
             assert shared.admit([request], Ticket()) is None
-            replies.append(shared.submit(request))
+            replies.append(Reply(shared, request))
         assert refusal_of(shared, make_request("more")) == "requests"
         assert (refusal := shared.admit((), Ticket())) is not None and refusal.reason == "requests"  # of any request
         shared.cancel("r4")
@@ -325,7 +336,7 @@ def test_queue_refuses_requests_beyond_its_limits(loop: asyncio.Runner, shared: 
         assert refusal_of(shared, make_request("long", *range(50))) == "tokens"
         for number in range(4):
             shared.cancel(f"r{number}")
-        assert all(await asyncio.gather(*map(collect, replies[:2])))
+        assert all(reply.tokens for reply in replies[:2])
 
     loop.run(run())
 
@@ -336,7 +347,7 @@ def test_replica_with_the_longest_cached_prefix_is_chosen(tmp_path: Path):
     async def run() -> None:
         async with running(tmp_path, "dp2") as replicas:
             prompt = [secrets.randbelow(800) for _ in range(64)]
-            replicas.submit(make_request("long", tokens=10_000))
+            replicas.submit(make_request("long", tokens=10_000), print)
             await collect_all(replicas, [make_request("first", *prompt, tokens=2)])
             replicas.cancel("long")
             for number in range(6):

@@ -9,7 +9,7 @@ from typing import TypeVar
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from meshwright.errors import UserError
 from meshwright.planner.serving.ledger import ServingSizes
@@ -30,7 +30,7 @@ RESULTS = st.builds(
 
 def through_message(value: T) -> T:
     """The value after its message was sent: encoded, parsed and decoded as on the other side."""
-    return TypeAdapter(type(value)).validate_python(json.loads(encode({"add": value})[4:])["add"])
+    return TypeAdapter(dict[str, type(value)]).validate_json(encode({"add": value})[4:])["add"]  # type: ignore[misc]
 
 
 @settings(max_examples=50, deadline=None)
@@ -60,7 +60,7 @@ def test_plan_of_ranks_round_trips_through_a_message():
 
 def test_options_outside_their_range_are_refused_by_the_receiver():
     document = json.loads(encode({"add": Request("a", (1,), Sampling())})[4:])["add"]
-    with pytest.raises(UserError, match="top_p 2"):
+    with pytest.raises(ValidationError, match="sampling.top_p"):
         TypeAdapter(Request).validate_python(document | {"sampling": document["sampling"] | {"top_p": 2}})
 
 

@@ -21,14 +21,13 @@ from meshwright.layout import Layout
 from meshwright.model.huggingface import load_huggingface
 from meshwright.planner.serving.ledger import KERNEL_DTYPES, ServingSizes, serving_ledger
 from meshwright.planner.serving.torch_ledger import torch_ledger
-from meshwright.serving import runner as runners
-from meshwright.serving.engine import Engine, build_scheduler
+from meshwright.serving import engine as engine_module
+from meshwright.serving.engine import Engine, Runner, build_runner, build_scheduler
 from meshwright.serving.lowering import Segment
 from meshwright.serving.native_runner import NativeRunner
 from meshwright.serving.offline import run_requests
 from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Request
-from meshwright.serving.runner import Runner, build_runner
 from meshwright.serving.sampling import Sampling, TokenResult
 from meshwright.spec.block_tables import block_tables, max_blocks_held
 from tests.serving.pool_checks import check_scheduler
@@ -67,7 +66,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Build:
     """Builds a runner of one kind."""
     if request.param == "torch":
-        monkeypatch.setattr(runners, "load_kernels", lambda instruction_set: None)
+        monkeypatch.setattr(engine_module, "load_kernels", lambda instruction_set: None)
 
     def make(directory: Path, dtype: str = "float32", threads: int = 1, sizes: ServingSizes = SIZES) -> Runner:
         sizes = dataclasses.replace(sizes, dtype=dtype, threads=threads)

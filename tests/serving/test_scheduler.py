@@ -40,6 +40,8 @@ class HashRunner:
             batch.slots
         )
         assert batch.slots.size == len(set(batch.slots.flat)), "two tokens are written into one slot"
+        assert batch.keys == int((batch.positions + 1).sum())
+        assert [position for _, position in batch.outputs()] == batch.positions[batch.output_rows].tolist()
         self.cache[batch.slots] = batch.tokens + VOCABULARY * np.arange(len(self.windows))[:, None]
         logits = np.zeros((len(batch.output_rows), VOCABULARY), np.float32)
         for place, row in enumerate(batch.output_rows.tolist()):

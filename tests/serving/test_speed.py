@@ -106,7 +106,8 @@ def replica_with_queue(prompt: int, running: int = 4) -> Replica:
     for tokens, keys in steps(numbers, 200):
         replica.step_times.observe(seconds_of(tokens, keys), tokens, keys)
     for number in range(running + 3):
-        stream = Stream(Request(str(number), (1,) * (10 if number < running else prompt), Sampling(max_tokens=40)))
+        request = Request(str(number), (1,) * (10 if number < running else prompt), Sampling(max_tokens=40))
+        stream = Stream(request, lambda output: None)
         stream.tokens = [1] * (5 * number + 1) if number < running else []
         replica.streams[str(number)] = stream
     replica.take_report({"seconds": 0.0, "added": 0, "running": running, "waiting": 3, "paused": 0})

@@ -16,7 +16,7 @@ from meshwright.documents import to_json_dict
 from meshwright.errors import UserError
 from meshwright.launcher.device import choose_single_device, refuse_device_of_layout
 from meshwright.layout import Layout
-from meshwright.limits import make_limit_error, shorten_repr
+from meshwright.limits import make_limit_error
 from meshwright.names import check_options
 from meshwright.planner.serving.ledger import parse_dtype
 from meshwright.serving.choices import Choice, StopRule
@@ -276,8 +276,6 @@ class Model:
         for name, count in (("max_tokens", wanted), ("n", n)):
             if not isinstance(count, int) or count < 1:
                 raise UserError(f"{name} {count}: should be 1 or more")
-        if not isinstance(chosen.get("logprobs"), int | None):
-            raise UserError(f"logprobs {chosen['logprobs']}: should be a whole number or None")
         if problem := make_limit_error("new_tokens", wanted, "max_tokens"):
             raise UserError(problem)
         tokens = self._encode(prompt, chat)
@@ -288,11 +286,8 @@ class Model:
             )
         ends = frozenset() if ignore_eos else (self._prompts.chat_ends if chat else self._prompts.ends)
         known = frozenset(token for token in ends if token < self._prompts.vocabulary)
-        try:
-            sampling = Sampling(**chosen, max_tokens=min(wanted, self._positions - len(tokens)), stop_tokens=known)
-            sampling.check_vocabulary(self._prompts.vocabulary)
-        except (TypeError, AttributeError):
-            raise UserError(f"options of generate: should be numbers, not {shorten_repr(chosen)}") from None
+        sampling = Sampling(**chosen, max_tokens=min(wanted, self._positions - len(tokens)), stop_tokens=known)
+        sampling.check_vocabulary(self._prompts.vocabulary)
         text = prompt if isinstance(prompt, str) else self._prompts.decode(tokens)
         pairs = []
         for number in range(n):

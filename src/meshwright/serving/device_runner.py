@@ -60,15 +60,15 @@ class DeviceRunner:
     """Runner of serving steps on a GPU: computes one rank's pipeline stage with Triton kernels. It implements the
     interface `Runner`; `instruction_set` is the GPU's name, `version` the versions of torch and Triton.
 
-    weights: reader of this rank's weights. mesh: gives the device and the axes tp, pp, and ep inside tp. dtype: dtype
-    of parameters and KV cache. sizes: sizes of KV pool and buffers. operations: the module `device_operations`, or one
+    weights: reader of this rank's weights. mesh: gives the device and the axes tp, pp, and ep inside tp. sizes: sizes
+    of KV pool and buffers, and the dtype of parameters and KV cache. operations: the module `device_operations`, or one
     with the same functions. batch_invariant: True: the bits of a sequence's results do not depend on the rest of the
     batch. False, which is faster: torch chooses the kernels of matrix products by the number of tokens, and attention
     tiles are smaller in steps of decode tokens alone. graphs: True: capture decode steps as CUDA graphs.
     """
 
     def __init__(
-        self, weights: RankWeights, mesh: Mesh, dtype: torch.dtype, sizes: ServingSizes, operations: ModuleType, *,
+        self, weights: RankWeights, mesh: Mesh, sizes: ServingSizes, operations: ModuleType, *,
         batch_invariant: bool = False, graphs: bool = True,
     ) -> None:  # fmt: skip
         """Load the weights, allocate KV pool and buffers, compile the kernels and capture the CUDA graphs; arguments:
@@ -81,8 +81,8 @@ class DeviceRunner:
         # A dispatcher makes each rank hold whole experts. No token is sent: every tp rank has all tokens.
         dispatcher = AllToAllTokenDispatcher(mesh.ep, mesh.etp) if mesh.layout.expert_parallel else None
         axes = AxisOperations(tensor=self._tensor, dispatcher=dispatcher)
+        self._dtype = dtype = getattr(torch, sizes.dtype)
         self._model = weights.build_model(axes, self._device, dtype)
-        self._dtype = dtype
         self._layers = DeviceLayers(self.config, operations, self._tensor, batch_invariant, weights.first_expert)
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
         prepare_parameters(self._model, self.config, kv_heads)

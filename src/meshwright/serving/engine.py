@@ -11,15 +11,16 @@ Shapes: T tokens of a batch, H hidden, R rows of logits.
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from pydantic import TypeAdapter
-from pydantic_core import to_json
 
 from meshwright.comm.collectives import transfer
 from meshwright.comm.handle import Handle
@@ -27,29 +28,56 @@ from meshwright.comm.mesh import Mesh
 from meshwright.comm.transport import Message
 from meshwright.errors import UserError
 from meshwright.kernels.build import list_supported_instruction_sets
-from meshwright.kernels.choice import INSTRUCTION_SET_VARIABLE, PLAIN_TORCH
-from meshwright.planner.serving.ledger import ServingSizes
+from meshwright.kernels.choice import INSTRUCTION_SET_VARIABLE, PLAIN_TORCH, load_kernels
+from meshwright.planner.serving.ledger import KERNEL_DTYPES, ServingSizes
 from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.pipeline import Kind
 from meshwright.schedules.synchronous import one_f_one_b
 from meshwright.schedules.transfers import with_transfers
 from meshwright.serving.device_logits import DeviceLogits
 from meshwright.serving.logit_rows import StepOutput
+from meshwright.serving.native_runner import NativeRunner
 from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Output, Request
-from meshwright.serving.runner import Runner, build_runner
 from meshwright.serving.sampling import TokenResult
 from meshwright.serving.scheduler import Scheduler, StepBatch, sample_batch
+from meshwright.serving.torch_runner import TorchRunner
+from meshwright.serving.weights import RankWeights
 from meshwright.spec.block_tables import block_tables
 from meshwright.spec.config import ModelConfig
 
 HIDDEN_SITE, TOKENS_SITE = "serving.hidden", "serving.tokens"
-_FIRST_BYTES = 4096
-"""Size of the first message with token results in bytes; the rest follows in a second one."""
-_RESULTS = TypeAdapter(list[TokenResult])
+
+DEVICE_DTYPES = ("float32", "bfloat16", "float16")
+"""Dtypes that the Triton kernels support."""
 
 Group = tuple[tuple[Kind, int], ...]
 """Steps that are posted together, each with its batch counted from the slot's."""
+
+
+class Runner(Protocol):
+    """Interface of the runners, which compute the steps of one rank on its part of the model.
+
+    Attributes:
+        config: Configuration of the model.
+        instruction_set: Instruction set of the CPU kernels, or name of the device.
+        version: Version of the kernels, or "torch ..." without kernels; equal versions give equal bits on equal
+            devices.
+    """
+
+    config: ModelConfig
+    instruction_set: str
+    version: str
+
+    def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> StepOutput:
+        """Compute this rank's pipeline stage for a batch of T tokens, and write the tokens' keys and values to the KV
+        cache. The last stage returns the logits of the R output rows (tokens whose logits are wanted): float32 [R, V]
+        for V vocabulary entries, or R objects of type `LogitRow`. Any other stage returns the hidden states, float32
+        [T, H] with hidden size H. The result is valid until the next call. `hidden`: the previous stage's hidden states
+        [T, H]; None on the first stage."""
+
+    def memory(self) -> dict[str, int]:
+        """Return {kind: bytes}: `weights`, `kv` (cache), `logits`, and with kernels `workspace` (buffers)."""
 
 
 class Engine:
@@ -121,8 +149,7 @@ class Engine:
         if isinstance(found, DeviceLogits):
             found.wait()
         self._kernel_seconds += time.perf_counter() - began
-        # Each token attends to those up to itself.
-        self._last = {"tokens": len(batch.tokens), "context": int(batch.positions.sum()) + len(batch.tokens)}
+        self._last = {"tokens": len(batch.tokens), "context": batch.keys}
 
     def report(self) -> dict[str, Any]:
         """Return the engine's counts and times by name, for the server's metrics: the counts of `Scheduler.stats`;
@@ -236,7 +263,8 @@ class PipelineEngine(Engine):
         has sampled these tokens itself; any other stage first receives them from the next stage. number: slot (call of
         `step`) in which the batch was scheduled."""
         if self._stage < self._stages - 1 and len(batch.output_rows):
-            self._results[number] = self._receive_results(number)
+            self._pending.pop((Kind.RECEIVE_BACKWARD, number)).wait()
+            self._results[number] = _decode_results(self._tokens.pop(number))
         results = self._results.get(number, [])
         if self._stage == 0:
             self._results.pop(number, None)
@@ -246,49 +274,45 @@ class PipelineEngine(Engine):
         """Start one send or receive for `batch`, and store its handle under (kind, number). kind: SEND_FORWARD or
         RECEIVE_FORWARD for hidden states, which go to the next stage; SEND_BACKWARD or RECEIVE_BACKWARD for sampled
         tokens, which go to the previous stage. number: slot (call of `step`) in which the batch was scheduled."""
+        options = [chunk.sequence.request.sampling for chunk in batch.chunks]
+        alternatives = max(max(each.logprobs or 0, each.prompt_logprobs or 0) for each in options)
         if kind == Kind.RECEIVE_FORWARD:
-            tensors = [self._hidden.setdefault(number, torch.empty(len(batch.tokens), self.runner.config.hidden))]
+            tensor = self._hidden.setdefault(number, torch.empty(len(batch.tokens), self.runner.config.hidden))
         elif kind == Kind.SEND_FORWARD:
-            tensors = [self._hidden.pop(number)]
+            tensor = self._hidden.pop(number)
         elif len(batch.output_rows) == 0:
             self._results.pop(number, None)  # the middle of a prompt: no tokens
             return
         elif kind == Kind.RECEIVE_BACKWARD:
-            tensors = [self._tokens.setdefault(number, torch.empty(_FIRST_BYTES, dtype=torch.uint8))]
+            tensor = torch.empty(len(batch.output_rows), 2 + 2 * alternatives, dtype=torch.float64)
+            self._tokens[number] = tensor
         else:
-            tensors = _encode_results(self._results.pop(number))
+            tensor = _encode_results(self._results.pop(number), alternatives)
         arrives = kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
         forward = kind in (Kind.RECEIVE_FORWARD, Kind.SEND_FORWARD)
         peer, site = self._stage + (-1 if arrives is forward else 1), HIDDEN_SITE if forward else TOKENS_SITE
         if not arrives:
             for key in [key for key in self._pending if key[0] == kind]:
                 self._pending.pop(key).wait()  # so that the buffers of earlier sends can be freed
-        messages = [Message(each, peer, arrives, site, f"{kind.name} {number}") for each in tensors]
-        *first, self._pending[kind, number] = transfer(messages, self._axis)
-        for handle in first:
-            handle.wait()
-
-    def _receive_results(self, number: int) -> list[TokenResult]:
-        """Wait for the sampled tokens of a batch from the next stage, and return them. number: slot (call of `step`) in
-        which the batch was scheduled."""
-        self._pending.pop((Kind.RECEIVE_BACKWARD, number)).wait()
-        data = self._tokens.pop(number).numpy().tobytes()
-        size, content = int.from_bytes(data[:8], "little"), data[8:]
-        if size > len(content):
-            rest = torch.empty(size - len(content), dtype=torch.uint8)
-            for handle in transfer([Message(rest, self._stage + 1, True, TOKENS_SITE, "rest")], self._axis):
-                handle.wait()
-            content += rest.numpy().tobytes()
-        return _RESULTS.validate_json(content[:size])
+        message = Message(tensor, peer, arrives, site, f"{kind.name} {number}")
+        (self._pending[kind, number],) = transfer([message], self._axis)
 
 
-def _encode_results(results: Sequence[TokenResult]) -> list[torch.Tensor]:
-    """Encode the sampled tokens `results` as uint8 tensors to send. The first tensor has a fixed size, which the
-    receiver knows; if the data do not fit into it, a second tensor has the rest."""
-    content = to_json(results)
-    data = (len(content).to_bytes(8, "little") + content).ljust(_FIRST_BYTES, b"\0")
-    parts = data[:_FIRST_BYTES], data[_FIRST_BYTES:]
-    return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts if part]
+def _encode_results(results: Sequence[TokenResult], alternatives: int) -> torch.Tensor:
+    """Encode the sampled tokens `results` as one tensor, float64 [R, 2 + 2 x alternatives], to send: token ID,
+    log-probability, and both of each of the most likely tokens; NaN where there is none."""
+    rows = [[result.token, result.logprob, *(each for pair in result.top for each in pair)] for result in results]
+    width = 2 + 2 * alternatives
+    return torch.from_numpy(np.array([[*row, *[None] * (width - len(row))] for row in rows], np.float64))
+
+
+def _decode_results(encoded: torch.Tensor) -> list[TokenResult]:
+    """Decode the sampled tokens that `_encode_results` encoded."""
+    results = list[TokenResult]()
+    for token, logprob, *top in encoded.tolist():
+        pairs = tuple((int(each), value) for each, value in zip(top[::2], top[1::2], strict=True) if each >= 0)
+        results.append(TokenResult(int(token), None if math.isnan(logprob) else logprob, pairs))
+    return results
 
 
 def build_scheduler(config: ModelConfig, sizes: ServingSizes, groups: int = 1) -> Scheduler:
@@ -296,6 +320,34 @@ def build_scheduler(config: ModelConfig, sizes: ServingSizes, groups: int = 1) -
     follow. sizes: largest step and KV pool. groups: number of pipeline stages. The sequences are divided into as many
     groups, and each step schedules one group."""
     return Scheduler(sizes, block_tables(config, groups).windows, groups)
+
+
+def build_runner(plan: RankPlan, mesh: Mesh) -> Runner:
+    """Build the runner for this rank, of Triton kernels on a GPU, of compiled kernels or plain torch on a CPU: load its
+    part of the model and allocate its KV pool.
+
+    plan: settings, of which checkpoint, sizes, instruction set and `batch_invariant` are used. mesh: mesh of the
+    replica, with axes tp, pp, and ep inside tp. Raises UserError if the checkpoint is damaged or of an encoder, needs
+    kernels that cannot be built or run here, or has a dtype that they do not support.
+    """
+    weights, sizes, chosen = RankWeights(Path(plan.checkpoint), mesh), plan.sizes, plan.instruction_set
+    if mesh.device.type == "cuda":
+        if sizes.dtype not in DEVICE_DTYPES:
+            raise UserError(f"dtype {sizes.dtype}: on a GPU serving takes {', '.join(DEVICE_DTYPES)}")
+        try:
+            from meshwright.kernels import device_operations
+        except ModuleNotFoundError as error:
+            raise UserError(f"serving on a GPU needs {error.name}: run pip install triton") from None
+        from meshwright.serving.device_runner import DeviceRunner
+
+        return DeviceRunner(weights, mesh, sizes, device_operations, batch_invariant=plan.batch_invariant)
+    compiled = sizes.dtype in KERNEL_DTYPES and chosen != PLAIN_TORCH
+    if compiled and (kernels := load_kernels(chosen)) is not None:
+        kernels.set_threads(sizes.threads)
+        return NativeRunner(kernels, weights, mesh, sizes.dtype, sizes)
+    if mesh.layout.expert_parallel:
+        raise UserError(f"ep{mesh.ep.size} needs the compiled kernels: install g++, or leave ep out")
+    return TorchRunner(weights, mesh, sizes)
 
 
 def build_engine(plan: RankPlan, mesh: Mesh) -> Engine:

@@ -7,11 +7,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from meshwright.collectives.quantities import GIB
+from meshwright.collectives.quantities import GIB, parse_bytes
 from meshwright.errors import UserError
 from meshwright.launcher.host_memory import GPU, HostMemory
 from meshwright.layout import Layout
-from meshwright.limits import get_limit, shorten_repr
+from meshwright.limits import get_limit
 from meshwright.planner.serving.device_ledger import device_ledger
 from meshwright.planner.serving.ledger import KERNEL_DTYPES, ServingLedger, ServingSizes, fill_memory, serving_ledger
 from meshwright.planner.serving.torch_ledger import torch_ledger
@@ -22,9 +22,6 @@ DEFAULT_POOL = 4 * 2**30
 """Maximum number of bytes of KV blocks without `--memory`, so that by default a server does not fill a machine."""
 
 
-_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9}
-
-
 def parse_memory(text: str, host: HostMemory) -> int:
     """Convert the value of `--memory` to bytes: a fraction ("0.9") of the memory of the machine or its cgroup (`host`),
     or a size ("12GiB").
@@ -32,21 +29,16 @@ def parse_memory(text: str, host: HostMemory) -> int:
     A fraction of more than the available memory gives the available memory. Raises UserError for any other text, and
     for a size above the available memory.
     """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*", text)
-    unit = match[2].upper() if match else ""
-    if match is None or unit not in _UNITS:
-        raise UserError(f'--memory {shorten_repr(text)}: takes a fraction such as 0.9 or a size such as "12GiB"')
-    number = float(match[1])
-    if not unit and number <= 1:
-        if number == 0:
-            raise UserError("--memory 0: takes a fraction above 0 and up to 1, such as 0.9")
-        return min(int(number * host.total), host.available)
-    size = int(number * _UNITS[unit])
-    if not unit and size < 2**20:
-        raise UserError(f"--memory {text.strip()}: a fraction is at most 1, a size has a unit, such as {number:g}GiB")
+    text = text.strip()
+    if re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", text) and (fraction := float(text)) < 2**20:
+        if not 0 < fraction <= 1:
+            right = f"a fraction is above 0 and at most 1, a size has a unit, such as {fraction:g}GiB"
+            raise UserError(f"--memory {text}: {right}")
+        return min(int(fraction * host.total), host.available)
+    size = parse_bytes(text, "--memory (a fraction such as 0.9, or a size)")
     if size > host.available:
         available, total = (f"{each / GIB:.2f} GiB" for each in (host.available, host.total))
-        raise UserError(f"--memory {text.strip()}: {available} are available now, of the {host.source}'s {total}")
+        raise UserError(f"--memory {text}: {available} are available now, of the {host.source}'s {total}")
     return size
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
 import os
 import secrets
 import select
@@ -21,7 +20,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from typing import Any
 
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from meshwright.errors import RankLost, UserError
 
@@ -104,7 +103,7 @@ class Channel:
 
     def receive(self) -> Message:
         """Wait for the next message and return it."""
-        found: Message = json.loads(self._read_exactly(_parse_size(self._read_exactly(_LENGTH_BYTES))))
+        found: Message = from_json(self._read_exactly(_parse_size(self._read_exactly(_LENGTH_BYTES))))
         return found
 
     def receive_ready(self, wait: bool) -> list[Message]:
@@ -201,14 +200,13 @@ class Listener:
         self._socket.close()
 
 
-async def receive(reader: asyncio.StreamReader) -> Message | None:
-    """Read the next message from the stream `reader` and return it; None if the connection was closed. Raises RankLost
-    for a message that is too large."""
+async def receive(reader: asyncio.StreamReader) -> bytes | None:
+    """Read the next message from the stream `reader` and return its JSON; None if the connection was closed. Raises
+    RankLost for a message that is too large."""
     try:
-        found: Message = json.loads(await reader.readexactly(_parse_size(await reader.readexactly(_LENGTH_BYTES))))
+        return await reader.readexactly(_parse_size(await reader.readexactly(_LENGTH_BYTES)))
     except (asyncio.IncompleteReadError, OSError):
         return None
-    return found
 
 
 def _parse_size(header: bytes) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -101,45 +101,43 @@ def run_on_ranks(
     directory: model directory. layout: result of `spec.refuse.serving_layout`; with dp > 1, requests are distributed
     over the replicas. dtype: name of the dtype of parameters and KV cache. instruction_set: instruction set of the CPU
     kernels, from `kernels.choice.prepare_kernels`, or None. has_ended: function (request ID) -> True if the request
-    needs no more tokens; the request is then cancelled. The function is called in another thread.
+    needs no more tokens; the request is then cancelled.
     """
     if not requests:
         return
-    outputs = queue.SimpleQueue[Output | None]()
-
-    async def follow(replicas: Replicas, stream: AsyncIterator[Output]) -> None:
-        """Put each output of one request, from the iterator `stream`, into the queue; cancel the request when it needs
-        no more tokens."""
-        async for output in stream:
-            outputs.put(_check_output(output))
-            if has_ended(output.request_id):
-                replicas.cancel(output.request_id)
+    sizes = plan_offline(directory, layout, dtype)
+    for request in requests:
+        request.check_length(sizes.max_length)
+    plan = RankPlan(
+        str(directory.resolve()), str(layout), sizes, step_seconds=_STEP_SECONDS, instruction_set=instruction_set
+    )  # fmt: skip
+    outputs = queue.SimpleQueue[Output | Exception]()
+    replicas = Replicas(plan, LocalStarter())
 
     async def run() -> None:
-        """Start the rank processes and run all requests; end the processes afterwards."""
-        sizes = plan_offline(directory, layout, dtype)
-        vocabulary = read_decoder_config(directory).vocabulary
-        for request in requests:
-            request.check_vocabulary(vocabulary)
-            request.check_length(sizes.max_length)
-        plan = RankPlan(
-            str(directory.resolve()), str(layout), sizes, step_seconds=_STEP_SECONDS, instruction_set=instruction_set
-        )  # fmt: skip
-        replicas = Replicas(plan, LocalStarter())
+        """Start the rank processes and submit all requests; end the processes when the task is cancelled."""
         try:
             await replicas.start()
-            await asyncio.gather(*(follow(replicas, replicas.submit(request)) for request in requests))
+            for request in requests:
+                replicas.submit(request, outputs.put)
+            await asyncio.Event().wait()
+        except Exception as error:
+            outputs.put(error)
         finally:
             await replicas.close()
 
     loop = asyncio.new_event_loop()  # of a thread, as the caller may have a running one
     work = loop.create_task(run())
+    unfinished = {request.id for request in requests}
     with closing(loop), ThreadPoolExecutor(1, "ranks") as thread:
-        end = thread.submit(loop.run_until_complete, work)
-        end.add_done_callback(lambda _: outputs.put(None))
+        thread.submit(loop.run_until_complete, work)
         try:
-            while (output := outputs.get()) is not None:
-                yield output
-            end.result()
+            while unfinished:
+                if isinstance(output := outputs.get(), Exception):
+                    raise output
+                yield _check_output(output)
+                if output.finish_reason is not None or has_ended(output.request_id):
+                    unfinished.discard(output.request_id)
+                    loop.call_soon_threadsafe(replicas.cancel, output.request_id)
         finally:
             loop.call_soon_threadsafe(work.cancel)

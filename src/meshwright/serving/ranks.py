@@ -15,11 +15,11 @@ import time
 
 import torch
 import torch.distributed as dist
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
-from meshwright.errors import MeshwrightError, UserError, ignore_model_warnings
+from meshwright.errors import MeshwrightError, RankLost, UserError, ignore_model_warnings
 from meshwright.launcher import rendezvous
 from meshwright.launcher.device import agree_on_device, choose_device
 from meshwright.layout import Layout
@@ -60,7 +60,10 @@ def serve_joined(plan: RankPlan | None, device: str) -> None:
     device = _set_device(agree_on_device(device, where, store))
     rendezvous.initialise_process_group(where, store, device, JOIN_SECONDS)
     shared = [plan]
-    dist.broadcast_object_list(shared)
+    try:
+        dist.broadcast_object_list(shared)
+    except RuntimeError as error:  # of the process group: a connection is closed, or the time limit has passed
+        raise RankLost("rank 0 has ended before it sent the server's settings; its output says why") from error
     assert shared[0] is not None
     mesh = Mesh.create(Layout.parse(shared[0].layout), device, timeout_seconds=shared[0].collective_seconds)
     serve_mesh(shared[0], mesh, mesh.dp.rank)
@@ -161,7 +164,7 @@ def _apply_messages(engine: Engine, messages: list[Message]) -> tuple[bool, list
         if "add" in message:
             try:
                 engine.add(_REQUESTS.validate_python(message["add"]))
-            except UserError:  # never for requests that the front has checked
+            except (UserError, ValidationError):  # never for requests that the front has checked
                 refused.append(Output(message["add"]["id"], [], "cancelled"))
         elif "cancel" in message:
             engine.cancel(message["cancel"])

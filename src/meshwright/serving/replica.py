@@ -1,4 +1,4 @@
-"""State of one replica, and stream of one request's outputs, in the front (the HTTP server's process). Free of
+"""State of one replica, and of its unfinished requests, in the front (the HTTP server's process). Free of
 torch."""
 
 from __future__ import annotations
@@ -7,11 +7,10 @@ import asyncio
 import math
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from meshwright.errors import RankLost
 from meshwright.serving.admission import AnswerLengthRatio
 from meshwright.serving.request import Output, Request
 from meshwright.serving.speed import StepTimes, Work
@@ -29,67 +28,43 @@ MAX_DOUBLINGS = 4
 """How often the time limit of a step may be doubled, so that a rank that hangs is found."""
 
 
-class Stream(AsyncIterator[Output]):
-    """Asynchronous iterator over the outputs of one request. Outputs that its reader has not taken yet are merged into
-    one output, so that a slow reader takes no more memory than the request's tokens.
+Take = Callable[[Output | Exception], None]
+"""Receiver of a request's outputs; after an output with a finish reason, or an exception, none follows."""
+
+
+class Stream:
+    """An unfinished request and the receiver of its outputs.
 
     Attributes:
         request: The request.
+        take: Called with each output, on the event loop's thread, or with the error because of which the request cannot
+            be finished. It must not raise.
         tokens: IDs of the tokens generated so far.
         losses: Number of times that a rank was lost while the request ran; 0 again after each new token.
         replica: Replica (data-parallel copy of the model) that runs the request; None while no replica is ready.
         deadline: Timer that cancels the request; None without a deadline.
-        ended: True if no further output will come.
     """
 
-    def __init__(self, request: Request) -> None:
-        """Start without outputs. request: the request whose outputs are read."""
-        self.request = request
+    def __init__(self, request: Request, take: Take) -> None:
+        """Start without tokens; arguments: the attributes of the same names."""
+        self.request, self.take = request, take
         self.tokens: list[int] = []
         self.losses = 0
         self.replica: Replica | None = None
         self.deadline: asyncio.TimerHandle | None = None
-        self.ended = False
-        self._unread: Output | None = None
-        self._error: RankLost | None = None
-        self._changed = asyncio.Event()
 
     def put(self, output: Output) -> None:
-        """Store an output of the engine for the reader."""
-        self.tokens += [result.token for result in output.results]
-        self.losses = 0 if output.results else self.losses
-        if self._unread is None:
-            self._unread = output
-        else:
-            self._unread.results += output.results
-            self._unread.finish_reason = output.finish_reason
-            self._unread.prompt_results = output.prompt_results or self._unread.prompt_results
-        self.ended = output.finish_reason is not None
-        self._changed.set()
-
-    def fail(self, error: RankLost) -> None:
-        """End the stream because of an error; the reader gets the outputs so far, then `error` as an exception."""
-        self._error, self.ended = error, True
-        self._changed.set()
+        """Count the tokens of an output of the engine, and pass it on to the receiver."""
+        if output.results:
+            self.tokens += [result.token for result in output.results]
+            self.losses = 0
+        self.take(output)
 
     def make_resumed_request(self) -> Request:
         """Return a request that continues the answer on another replica, or on this replica after a restart. The tokens
         generated so far become its `replayed` tokens: such tokens are recomputed like prompt tokens, and not sampled
         again."""
         return replace(self.request, replayed=tuple(self.tokens)) if self.tokens else self.request
-
-    async def __anext__(self) -> Output:
-        """Wait for outputs and return all since the last call, merged into one. Raises StopAsyncIteration when the
-        request has ended, RankLost if it cannot be finished."""
-        while self._unread is None:
-            if self._error is not None:
-                raise self._error
-            if self.ended:
-                raise StopAsyncIteration
-            self._changed.clear()
-            await self._changed.wait()
-        output, self._unread = self._unread, None
-        return output
 
 
 class Replica:

@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
+from pydantic_core import from_json
 
 from meshwright.errors import MeshwrightError, RankLost, UserError
 from meshwright.layout import Layout
@@ -22,8 +23,8 @@ from meshwright.serving import messages
 from meshwright.serving.blocks import HashChain
 from meshwright.serving.messages import Message
 from meshwright.serving.rank_starter import JoinedStarter, LocalStarter, RankPlan
-from meshwright.serving.replica import Replica, Stream
-from meshwright.serving.request import FinishReason, Output, Request
+from meshwright.serving.replica import Replica, Stream, Take
+from meshwright.serving.request import Output, Request
 from meshwright.serving.waiting_line import QueueForecast, QueueLimits, Refusal, Ticket, WaitingLine
 from meshwright.spec.block_tables import BLOCK_TOKENS
 
@@ -43,6 +44,19 @@ STOP_SECONDS = 2.0
 """Seconds that ranks get to exit by themselves when the server ends."""
 LOOK_SECONDS = 0.5
 """Longest interval in seconds between checks for steps that take too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class _RankMessage:
+    """Message of a replica's first rank. ready: figures of its idle engine, once it has started. outputs, step: the new
+    outputs of one step, and its figures."""
+
+    ready: dict[str, Any] | None = None
+    outputs: list[Output] = field(default_factory=list)
+    step: dict[str, Any] = field(default_factory=dict)
+
+
+_RANK_MESSAGES = TypeAdapter(_RankMessage)
 
 
 class Replicas:
@@ -66,7 +80,6 @@ class Replicas:
         self._line = WaitingLine(self._limits)
         self._replicas = [Replica(index, plan.sizes.max_sequences, layout.pp) for index in range(layout.dp)]
         self._streams: dict[str, Stream] = {}
-        self._outputs = TypeAdapter(Output)
         self._parked: list[Stream] = []  # waiting until a replica is ready
         self._tasks: list[asyncio.Task[None]] = []
         self._server: asyncio.Server | None = None
@@ -121,32 +134,28 @@ class Replicas:
         queue = QueueForecast(waiting, prompts, sum(prompts) + max(1, asked), predict, delay)
         return self._line.admit(ticket, len(requests), asked or ticket.tokens, queue)
 
-    def submit(self, request: Request) -> AsyncIterator[Output]:
-        """Queue a request; return the asynchronous iterator over its outputs, which ends after the output with a finish
-        reason."""
+    def submit(self, request: Request, take: Take) -> None:
+        """Queue a request. take: called with each of its outputs, of which the last has a finish reason, or with the
+        error that ends it; it must not raise."""
         assert request.id not in self._streams, request.id
-        stream = self._streams[request.id] = Stream(request)
+        stream = self._streams[request.id] = Stream(request, take)
         if request.deadline is not None:
             left = max(0.0, request.deadline - time.time())
-            stream.deadline = asyncio.get_running_loop().call_later(left, self._end_request, request.id, "timeout")
+            stream.deadline = asyncio.get_running_loop().call_later(left, self._time_out, stream)
         self._dispatch(stream)
-        return stream
 
     def cancel(self, request_id: str) -> None:
-        """Cancel the request with the ID `request_id`; its stream ends immediately. Unknown and finished requests are
-        ignored."""
-        self._end_request(request_id, "cancelled")
+        """Cancel the request with the ID `request_id`, whose receiver gets nothing more. Unknown and finished requests
+        are ignored."""
+        if (stream := self._streams.get(request_id)) is not None:
+            if stream.replica is not None:
+                self._send_message(stream.replica, {"cancel": request_id})
+            self._remove_request(stream)
 
-    def _end_request(self, request_id: str, reason: FinishReason) -> None:
-        """End the unfinished request with the ID `request_id`: cancel it on its ranks, and end its stream with the
-        finish reason `reason`. Ignore any other ID."""
-        stream = self._streams.get(request_id)
-        if stream is None:
-            return
-        if stream.replica is not None:
-            self._send_message(stream.replica, {"cancel": request_id})
-        self._remove_request(stream)
-        stream.put(Output(request_id, [], reason))
+    def _time_out(self, stream: Stream) -> None:
+        """Cancel the request of `stream`, whose deadline has passed."""
+        self.cancel(stream.request.id)
+        stream.put(Output(stream.request.id, [], "timeout"))
 
     def drain(self) -> None:
         """Accept no further requests from now on; requests that wait or run are still finished."""
@@ -256,7 +265,7 @@ class Replicas:
             if stream.losses >= LOSSES_OF_REQUEST:
                 self._remove_request(stream)
                 reason = f"the request was running {stream.losses} times when a rank was lost, without progress"
-                stream.fail(RankLost(reason))
+                stream.take(RankLost(reason))
             else:
                 self._dispatch(stream)
 
@@ -280,16 +289,17 @@ class Replicas:
         first = await messages.receive(reader)
         if first is None:
             return
-        hello = first["hello"]
+        hello = from_json(first)["hello"]
         replica, start = self._replicas[hello["replica"]], hello["start"]
         try:
             if replica.starts == start:
                 self._register_rank(replica, hello, writer)
-            while replica.starts == start and (message := await messages.receive(reader)) is not None:
+            while replica.starts == start and (data := await messages.receive(reader)) is not None:
                 if replica.starts > start:
                     break  # from ranks that have been replaced
-                if "ready" in message:
-                    self._make_ready(replica, message["ready"])
+                message = _RANK_MESSAGES.validate_json(data)
+                if message.ready is not None:
+                    self._make_ready(replica, message.ready)
                 else:
                     self._take_step(replica, message)
         finally:
@@ -324,19 +334,20 @@ class Replicas:
             self._dispatch(stream)
         self._changed.set()
 
-    def _take_step(self, replica: Replica, message: Message) -> None:
+    def _take_step(self, replica: Replica, message: _RankMessage) -> None:
         """Handle a message of `replica` about one step: pass its outputs to the streams of their requests, and store
         its figures."""
-        replica.take_report(message["step"])
-        replica.has_served |= bool(message["outputs"])
-        for document in message["outputs"]:
-            stream = replica.streams.get(document["request_id"])
-            if stream is not None:  # else it was cancelled
-                stream.put(self._outputs.validate_python(document))
-                if stream.ended:
-                    self._remove_request(stream)
-                    if stream.tokens:
-                        replica.answer_lengths.observe(len(stream.tokens), stream.request.sampling.max_tokens)
+        replica.take_report(message.step)
+        replica.has_served |= bool(message.outputs)
+        for output in message.outputs:
+            stream = replica.streams.get(output.request_id)
+            if stream is None:
+                continue  # it was cancelled
+            if output.finish_reason is not None:
+                self._remove_request(stream)
+                if answered := len(stream.tokens) + len(output.results):
+                    replica.answer_lengths.observe(answered, stream.request.sampling.max_tokens)
+            stream.put(output)
 
     # --- requests
 
@@ -379,5 +390,5 @@ class Replicas:
         self.failure, self._state = error, "failed"
         for stream in list(self._streams.values()):
             self._remove_request(stream)
-            stream.fail(RankLost(str(error)))
+            stream.take(RankLost(str(error)))
         self._changed.set()

@@ -9,11 +9,14 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import cache
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from meshwright.errors import MeshwrightError, UserError
+from meshwright.limits import shorten_repr
 from meshwright.serving.logit_rows import Draw, LogitRow, Logits, compute_softmax_weights, find_quantile
 
 GREEDY_TEMPERATURE = 1e-5  # lower temperatures count as 0, as in vLLM
@@ -22,6 +25,19 @@ _FIRST_LOOK = (256, 1024, 4096)  # most likely tokens among which top-p is looke
 
 class InvalidLogits(MeshwrightError):
     """Error: a model computed NaN or infinite logits, because of damaged weights or a fault of the engine."""
+
+
+# Ranges of the options, for engine and API.
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenCount = Annotated[int, Field(ge=0, le=2**30)]
+Temperature = Annotated[float, Field(ge=0, le=100, description="0: the most likely token")]
+TopP = Annotated[float, Field(gt=0, le=1, description="1: off")]
+TopK = Annotated[int, Field(ge=-1, le=2**31 - 1, description="0 or -1: off")]
+MinP = Annotated[float, Field(ge=0, le=1, description="0: off")]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100, description="1: off")]
+AdditivePenalty = Annotated[float, Field(ge=-2, le=2, description="0: off")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +53,7 @@ class Sampling:
         presence_penalty: Subtracted once from the logit of each token in the answer; -2 to 2.
         temperature: Divides the logits; 0: the most likely token, the lowest token ID among equals (greedy).
         min_p: Keeps tokens whose probability is at least this fraction of the highest; 0: off.
-        top_k: Keeps the k most likely tokens; 0: all.
+        top_k: Keeps the k most likely tokens; 0 or -1: all.
         top_p: Keeps the most likely tokens that reach this probability together, at least one (nucleus sampling:
             arXiv:1904.09751, section 3.1); 1: off.
         seed: Seed of the draws, a signed 64-bit integer.
@@ -50,39 +66,31 @@ class Sampling:
             `logprobs`.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int = 0
-    min_tokens: int = 0
-    max_tokens: int = 256
-    stop_tokens: frozenset[int] = frozenset()
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    temperature: Temperature = 0.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    min_p: MinP = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: AdditivePenalty = 0.0
+    frequency_penalty: AdditivePenalty = 0.0
+    logit_bias: Mapping[TokenId, Bias] = field(default_factory=dict)
+    seed: Seed = 0
+    min_tokens: TokenCount = 0
+    max_tokens: TokenCount = 256
+    stop_tokens: frozenset[TokenId] = frozenset()
+    logprobs: TokenCount | None = None
+    prompt_logprobs: TokenCount | None = None
 
     def __post_init__(self) -> None:
-        """Check each option; raises UserError that names it."""
-        _require(0 <= self.temperature < math.inf, "temperature", self.temperature, "0 (greedy) or more")
-        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "more than 0 and at most 1 (off)")
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "0 (off) to 1")
-        _require(0 < self.repetition_penalty < math.inf, "repetition_penalty", self.repetition_penalty, "more than 0")
-        _require(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "-2 to 2")
-        _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "-2 to 2")
-        for token, bias in self.logit_bias.items():
-            _require(token >= 0, "logit_bias: token ID", token, "0 or more")
-            _require(-100 <= bias <= 100, f"logit_bias of token {token}", bias, "-100 to 100")
-        _require(-(2**63) <= self.seed < 2**63, "seed", self.seed, "a signed 64-bit integer")
-        _require(self.max_tokens >= 0, "max_tokens", self.max_tokens, "0 or more")
-        _require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "0 to max_tokens")
-        _require(min(self.stop_tokens, default=0) >= 0, "stop_tokens", min(self.stop_tokens, default=0), "0 or more")
-        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            _require(count is None or count >= 0, name, count, "0 or more")
+        """Check the type and range of each option; raises UserError that names it."""
+        try:
+            _make_options_model().model_validate({name: getattr(self, name) for name in self.__slots__})
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            name = ".".join(map(str, first["loc"])).removesuffix(".[key]")
+            raise UserError(f"{name} {shorten_repr(first['input'])}: {first['msg'].removeprefix('Input ')}") from None
+        if self.min_tokens > self.max_tokens:
+            raise UserError(f"min_tokens {self.min_tokens}: should be 0 to max_tokens")
 
     def check_vocabulary(self, size: int) -> None:
         """Raise UserError if `logit_bias` or `stop_tokens` (the API's `stop_token_ids`) have a token ID outside a
@@ -95,6 +103,13 @@ class Sampling:
     def penalizes(self) -> bool:
         """True if a repetition, presence or frequency penalty is set, for which `sample` needs token counts."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+@cache
+def _make_options_model() -> type[BaseModel]:
+    """Return the pydantic model that checks the options of `Sampling`."""
+    fields: dict[str, Any] = {name: (kind, ...) for name, kind in get_type_hints(Sampling, include_extras=True).items()}
+    return create_model("Options", __config__=ConfigDict(strict=True), **fields)
 
 
 class TokenResult(NamedTuple):
@@ -172,7 +187,7 @@ def prepare_draw(sampling: Sampling, *, choice: int = 0, position: int = 0) -> D
     adjusted = _is_adjusted(sampling, position)  # then all logits are read
     if adjusted or sampling.temperature < GREEDY_TEMPERATURE:
         return Draw(ranked=ranked, decides=not adjusted)
-    if sampling.top_k:
+    if sampling.top_k > 0:
         ranked = max(ranked, sampling.top_k)
     elif sampling.top_p < 1 or sampling.min_p > 0:
         ranked = max(ranked, _FIRST_LOOK[1])
@@ -244,7 +259,7 @@ def _find_token(row: LogitRow, sampling: Sampling, uniform: float) -> int:
     kept = row.size
     if sampling.min_p > 0:
         kept = row.count_at_least(highest + np.float32(temperature * math.log(sampling.min_p)))
-    if sampling.top_k:
+    if sampling.top_k > 0:
         kept = min(kept, sampling.top_k)
     if kept == row.size and sampling.top_p == 1:
         return row.draw(temperature, uniform)
@@ -267,10 +282,3 @@ def _cut_to_nucleus(weights: Logits, mass: float) -> Logits:
     """Return the shortest prefix of `weights` (unnormalized probabilities in descending order) whose sum reaches
     `mass`, at least one weight: the nucleus of top-p sampling."""
     return weights[: int(np.cumsum(weights, dtype=np.float64).searchsorted(mass)) + 1]
-
-
-def _require(valid: bool, name: str, value: object, right: str) -> None:
-    """Raise UserError unless `valid` is True. name, value: the option's name and value, for the error. right: text that
-    says which values are valid."""
-    if not valid:
-        raise UserError(f"{name} {value}: should be {right}")

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +23,7 @@ from meshwright.serving.blocks import BlockPool
 from meshwright.serving.logit_rows import LogitRow, StepOutput
 from meshwright.serving.request import FinishReason, Output, Request
 from meshwright.serving.sampling import TokenResult
-from meshwright.serving.sequence import Sequence
+from meshwright.serving.sequence import Chunk, Sequence
 from meshwright.spec.block_tables import BLOCK_TOKENS, count_blocks, first_block_in_window, max_sequence_tokens
 
 Integers = npt.NDArray[np.int32]
@@ -48,8 +47,7 @@ class StepBatch:
         block_tables: Block tables [W, S, B]: entry [w, s, b] is the index of sequence s's KV block number b (16
             positions each) in table w. Entries past the context or before the window are 0, not to be read.
         output_rows: Ascending indices (0 to T - 1) of the tokens whose logits are wanted [R]; may be empty.
-        sequences: The scheduler's state of each sequence [S].
-        group: Index of the pipeline group to which all of them belong; 0 without a pipeline."""
+        chunks: The tokens of each sequence [S]."""
 
     tokens: Integers
     positions: Integers
@@ -58,14 +56,21 @@ class StepBatch:
     context: Integers
     block_tables: Integers
     output_rows: Integers
-    sequences: list[Sequence]
-    group: int = 0
+    chunks: list[Chunk]
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The scheduler's state of each sequence [S]."""
+        return [chunk.sequence for chunk in self.chunks]
+
+    @property
+    def keys(self) -> int:
+        """Number of keys to which the tokens attend without a window: those up to their own, summed over tokens."""
+        return sum(len(each.computed) * (each.computed.start + each.computed.stop + 1) // 2 for each in self.chunks)
 
     def outputs(self) -> Iterator[tuple[Sequence, int]]:
         """Yield (sequence, position in the sequence) for each token whose logits are wanted, in order."""
-        owners = self.starts.searchsorted(self.output_rows, side="right") - 1
-        for owner, position in zip(owners.tolist(), self.positions[self.output_rows].tolist(), strict=True):
-            yield self.sequences[owner], position
+        return ((chunk.sequence, position) for chunk in self.chunks for position in chunk.wanted)
 
 
 class Scheduler:
@@ -95,9 +100,6 @@ class Scheduler:
         self._answers = AnswerLengthRatio()
         self._state: AdmissionState | None = None  # of this step
         self._refused: tuple[Sequence, int] | None = None  # head of the queue, and `pool.releases` at that time
-        self._rows = list(range(sizes.max_sequences - 1, -1, -1))
-        shape = len(self.windows), sizes.max_sequences, count_blocks(sizes.max_length)
-        self._tables: Integers = np.zeros(shape, np.int32)
         self._totals = Counter(prefix_queries=0, prefix_hits=0, pauses=0)
 
     def add(self, request: Request) -> None:
@@ -132,7 +134,7 @@ class Scheduler:
             self._admit(group)
         mine = [sequence for sequence in self._admitted if sequence.group == group]  # by age
         mine.sort(key=lambda sequence: len(sequence.tokens) - sequence.computed > 1)  # decoding ones first
-        picked: list[tuple[Sequence, range, range]] = []
+        picked: list[Chunk] = []
         budget, rows = self._sizes.token_budget, self._sizes.logit_rows
         decoding = sum(len(sequence.tokens) - sequence.computed == 1 for sequence in mine)
         budget -= max(0, min(-(-self._sizes.max_sequences // self._groups), budget // 8) - decoding)  # for later ones
@@ -143,10 +145,10 @@ class Scheduler:
                 wanted = min(wanted, rows)
             if wanted and rows and (count := self._allocate(sequence, wanted)):
                 positions = sequence.get_output_positions(count)
-                picked.append((sequence, range(sequence.computed, sequence.computed + count), positions))
+                picked.append(Chunk(sequence, range(sequence.computed, sequence.computed + count), positions))
                 budget -= count
                 rows -= len(positions)
-        return self._build_batch(picked, group) if picked else None
+        return self._build_batch(picked) if picked else None
 
     def schedule_following(self, batch: StepBatch) -> StepBatch | None:
         """Return the decode step that follows `batch` before the results of `batch` are known; its token IDs are 0
@@ -158,22 +160,22 @@ class Scheduler:
         if self._queue or not decoding or any(each.finish_reason or self._allocate(each, 2) < 2 for each in going):
             return None
         following = [range(each.computed + 1, each.computed + 2) for each in going]
-        return self._build_batch(list(zip(going, following, following, strict=True)), batch.group)
+        return self._build_batch(list(map(Chunk, going, following, following)))
 
     def record_results(self, batch: StepBatch, results: SequenceOf[TokenResult]) -> list[Output]:
         """Record the results of a batch that has been computed; return the new outputs, one for each request that got
         tokens or ended. results: from `sample_batch`, one result for each of the batch's R output rows."""
         outputs: list[Output] = []
-        left = iter(results)
-        for sequence, count in zip(batch.sequences, (batch.starts[1:] - batch.starts[:-1]).tolist(), strict=True):
-            mine = list(islice(left, len(sequence.get_output_positions(count))))
+        end = 0
+        for sequence, computed, wanted in batch.chunks:
+            begin, end = end, end + len(wanted)
             sequence.in_flight -= 1
             if sequence.finish_reason is not None:  # cancelled during the step, or ended by the batch before
                 if not sequence.in_flight:
                     self._release(sequence)
-            elif (output := self._record_tokens(sequence, count, mine)) is not None:
+            elif (output := self._record_tokens(sequence, len(computed), results[begin:end])) is not None:
                 outputs.append(output)
-        assert len(results) == len(batch.output_rows) and next(left, None) is None
+        assert len(results) == end
         return outputs
 
     @property
@@ -210,7 +212,9 @@ class Scheduler:
         the KV pool has room for answers of the predicted lengths, so that running sequences need not pause soon."""
         sizes = Counter(sequence.group for sequence in self._admitted)
         growth = sum(sequence.expect_growth(self._answers) for sequence in self._admitted)
-        while self._queue and self._rows and sizes[group] <= min(sizes[each] for each in range(self._groups)):
+        while self._queue and len(self._admitted) < self._sizes.max_sequences:
+            if sizes[group] > min(sizes[each] for each in range(self._groups)):
+                break
             sequence = self._queue[0]
             if self._refused == (sequence, self.pool.releases):
                 break
@@ -261,7 +265,6 @@ class Scheduler:
         each block table, the indices of the prefix's blocks inside the sliding window."""
         sequence.age = self._ages
         sequence.group = group
-        sequence.row = self._rows.pop()
         sequence.admitted = time.perf_counter()
         sequence.place = len(self._admitted)
         self._ages += 1
@@ -269,9 +272,9 @@ class Scheduler:
         for table, blocks in enumerate(found):
             for block in blocks:
                 self.pool.share(block, sequence.age)
-            sequence.held[table].extend(blocks)
-            self._tables[table, sequence.row, count - len(blocks) : count] = blocks
-        sequence.blocks, sequence.computed = count, count * BLOCK_TOKENS
+            sequence.released[table] = count - len(blocks)
+            sequence.tables[table].extend([0] * sequence.released[table] + blocks)
+        sequence.computed = count * BLOCK_TOKENS
         sequence.cached_tokens = min(sequence.computed, len(sequence.request.tokens))
         self._totals.update(prefix_queries=len(sequence.tokens), prefix_hits=sequence.computed)
 
@@ -284,42 +287,36 @@ class Scheduler:
             missing = min(count_blocks(wanted - room), state.compute_allowance(sequence.place))
             state.take(sequence.place, missing)
             for _ in range(missing):
-                for table, held in enumerate(sequence.held):
-                    held.append(self.pool.allocate(sequence.age, table))
-                    self._tables[table, sequence.row, sequence.blocks] = held[-1]
-                sequence.blocks += 1
+                for table, blocks in enumerate(sequence.tables):
+                    blocks.append(self.pool.allocate(sequence.age, table))
             room += missing * BLOCK_TOKENS
         self._totals["pauses"] += not room and not sequence.paused
         sequence.paused = not room
         return min(wanted, room)
 
-    def _build_batch(self, picked: SequenceOf[tuple[Sequence, range, range]], group: int) -> StepBatch:
-        """Return the batch of the picked sequences. picked: a triple for each: (its state, range of positions to
-        compute, range of positions whose logits are wanted). A token that a batch in flight has yet to sample has ID 0.
-        group: pipeline group of the sequences."""
-        tokens = array("i")
+    def _build_batch(self, picked: list[Chunk]) -> StepBatch:
+        """Return the batch of the picked chunks. A token that a batch in flight has yet to sample has ID 0."""
+        tokens, positions, starts, context = array("i"), array("i"), array("i", [0]), array("i")
+        slots = [array("i") for _ in self.windows]
         output_rows: list[int] = []
         for sequence, computed, wanted in picked:
             sequence.in_flight += 1
             offset = len(tokens) - computed.start
             output_rows.extend(range(offset + wanted.start, offset + wanted.stop))
             tokens += sequence.tokens[computed.start : computed.stop] or array("i", [0])
-        sequences = [sequence for sequence, _, _ in picked]
-        computed_S = np.array([computed.start for _, computed, _ in picked], np.int32)
-        counts_S = np.array([len(computed) for _, computed, _ in picked], np.int32)
-        rows_S = np.array([sequence.row for sequence in sequences], np.int32)
-        starts = np.zeros(len(picked) + 1, np.int32)
-        counts_S.cumsum(out=starts[1:])
-        positions_T = np.arange(len(tokens), dtype=np.int32) + (computed_S - starts[:-1]).repeat(counts_S)
-        blocks_WT = self._tables[:, rows_S.repeat(counts_S), positions_T // BLOCK_TOKENS]
-        context = computed_S + counts_S
-        slots_WT = np.ascontiguousarray(blocks_WT * BLOCK_TOKENS + positions_T % BLOCK_TOKENS)
-        tables = np.ascontiguousarray(self._tables[:, rows_S, : count_blocks(int(context.max()))])
-        return StepBatch(
-            tokens=np.frombuffer(tokens, np.int32), positions=positions_T, slots=slots_WT, starts=starts,
-            context=context, block_tables=tables, output_rows=np.array(output_rows, np.int32), sequences=sequences,
-            group=group,
-        )  # fmt: skip
+            positions.extend(computed)
+            starts.append(len(tokens))
+            context.append(computed.stop)
+            for blocks, found in zip(sequence.tables, slots, strict=True):
+                found.extend([blocks[at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS for at in computed])
+        width = count_blocks(max(context))
+        tables = np.zeros((len(slots), len(picked), width), np.int32)
+        for place, chunk in enumerate(picked):
+            for table, blocks in enumerate(chunk.sequence.tables):
+                tables[table, place, : len(blocks)] = blocks[:width]
+        arrays = (np.array(each, np.int32) for each in (tokens, positions, slots, starts, context, output_rows))
+        tokens_T, positions_T, slots_WT, starts_S, context_S, rows_R = arrays
+        return StepBatch(tokens_T, positions_T, slots_WT, starts_S, context_S, tables, rows_R, picked)
 
     def _record_tokens(self, sequence: Sequence, count: int, results: SequenceOf[TokenResult]) -> Output | None:
         """Record that `count` tokens of a sequence were computed, and the results of its output rows (tokens whose
@@ -356,13 +353,12 @@ class Scheduler:
         if sequence.computed // BLOCK_TOKENS > full:
             sequence.chain.extend(sequence.tokens)
             for block in range(full, sequence.computed // BLOCK_TOKENS):
-                for held in sequence.held:
-                    self.pool.register(held[block - sequence.blocks], sequence.chain.hashes[block])
-        for table, (held, window) in enumerate(zip(sequence.held, self.windows, strict=True)):
-            first = first_block_in_window(sequence.computed, window)
-            while (block := sequence.blocks - len(held)) < first:
-                self.pool.release(held.popleft(), sequence.age)
-                self._tables[table, sequence.row, block] = 0
+                for blocks in sequence.tables:
+                    self.pool.register(blocks[block], sequence.chain.hashes[block])
+        for table, (blocks, window) in enumerate(zip(sequence.tables, self.windows, strict=True)):
+            for block in range(sequence.released[table], first_block_in_window(sequence.computed, window)):
+                self.pool.release(blocks[block], sequence.age)
+                blocks[block], sequence.released[table] = 0, block + 1
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence with a finish reason ("stop", "length" ...); its KV blocks are released, unless a batch in
@@ -375,12 +371,11 @@ class Scheduler:
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        """Release the KV blocks of a sequence that has ended, and its row in the scheduler's array of block tables."""
-        while any(sequence.held):
-            for held in filter(None, sequence.held):
-                self.pool.release(held.pop(), sequence.age)
-        self._tables[:, sequence.row] = 0
-        self._rows.append(sequence.row)
+        """Release the KV blocks of a sequence that has ended."""
+        for block in reversed(range(sequence.blocks)):
+            for blocks, released in zip(sequence.tables, sequence.released, strict=True):
+                if block >= released:
+                    self.pool.release(blocks[block], sequence.age)
         self._admitted.remove(sequence)
         if not self._admitted:
             lost = self.pool.size - self.pool.available

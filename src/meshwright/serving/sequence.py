@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 from meshwright.serving.admission import AnswerLengthRatio
 from meshwright.serving.blocks import HashChain
@@ -26,9 +26,9 @@ class Sequence:
         paused: True if it keeps its KV blocks until more can be allocated safely.
         age: Serial number of its admission, from 0: a larger number means a younger sequence. -1 before admission.
         admitted: Time of its admission in seconds of `time.perf_counter`; 0 before.
-        blocks: Number of KV blocks that each of its block tables has had so far (one per 16 positions), released blocks
-            included.
-        held: For each block table, indices of its KV blocks that have not been released.
+        tables: Its block tables: indices of the KV blocks so far, one per 16 positions; 0 where a block has been
+            released.
+        released: For each block table, number of its first KV blocks that have been released.
         scores_prompt: True if the prompt's log-probabilities are requested; False for a request that runs again after a
             lost rank, since the log-probabilities were sent before.
     """
@@ -37,14 +37,14 @@ class Sequence:
         """Create the state of a request that waits for admission; arguments: see the class."""
         self.request = request
         self.tokens = array("i", (*request.tokens, *request.replayed))
-        self.computed = self.cached_tokens = self.blocks = 0
-        self.held: list[deque[int]] = [deque() for _ in windows]
+        self.computed = self.cached_tokens = 0
+        self.tables, self.released = [array("i") for _ in windows], [0 for _ in windows]
         self.chain = HashChain(salt=request.cache_salt)
         # The last token of the answer is never computed.
         longest = max(request.max_total_tokens - 1, len(request.tokens))
         self.total_blocks = count_blocks(longest)
         self.most_blocks = max_blocks_held(longest, windows, min(token_budget, len(self.tokens)))
-        self.age = self.row = self.group = self.place = -1
+        self.age = self.group = self.place = -1
         self.in_flight, self.paused = 0, False
         self.admitted = 0.0
         self.finish_reason: FinishReason | None = None
@@ -57,8 +57,13 @@ class Sequence:
         lengths."""
         answer = answers.predict_length(self.answered, self.request.sampling.max_tokens)
         blocks = count_blocks(len(self.request.tokens) + answer)
-        missing = [min(blocks, most) - len(held) for most, held in zip(self.most_blocks, self.held, strict=True)]
-        return sum(max(0, count) for count in missing)
+        held = [self.blocks - released for released in self.released]
+        return sum(max(0, min(blocks, most) - count) for most, count in zip(self.most_blocks, held, strict=True))
+
+    @property
+    def blocks(self) -> int:
+        """Number of KV blocks that each of its block tables has had so far, released blocks included."""
+        return len(self.tables[0])
 
     @property
     def answered(self) -> int:
@@ -102,3 +107,17 @@ class Sequence:
             return score_token(row, self.tokens[position + 1], sampling.prompt_logprobs)
         except InvalidLogits:
             return TokenResult(-1)
+
+
+class Chunk(NamedTuple):
+    """Tokens of one sequence in a step.
+
+    Attributes:
+        sequence: State of the sequence.
+        computed: Positions of the tokens in the sequence.
+        wanted: Those of the positions whose logits are wanted.
+    """
+
+    sequence: Sequence
+    computed: range
+    wanted: range

@@ -36,9 +36,9 @@ class StepTimes:
 
     def __init__(self) -> None:
         """Start without observations."""
-        self.coefficients = [0.0, 0.0, 0.0]
-        self._products = [[0.0] * 3 for _ in range(3)]
-        self._targets = [0.0, 0.0, 0.0]
+        self.coefficients = 0.0, 0.0, 0.0
+        self._products = [0.0] * 6  # of the features, weighted: 1 1, 1 tokens, 1 keys, tokens tokens, tokens keys ...
+        self._targets = [0.0] * 3  # of the features with the seconds
         self._typical_error = 1.0  # relative; moving average
 
     def predict(self, tokens: float, keys: float) -> float:
@@ -58,16 +58,18 @@ class StepTimes:
         weight = min(1.0, limit / error) / expected**2 if error else 1 / expected**2
         self._typical_error += 0.1 * (min(error, 2 * limit) - self._typical_error)
         self._typical_error = max(self._typical_error, 0.01)
-        features = (1.0, float(tokens), float(keys))
-        for i, feature in enumerate(features):
-            self._targets[i] = FORGETTING * self._targets[i] + weight * feature * seconds
-            for j, other in enumerate(features):
-                self._products[i][j] = FORGETTING * self._products[i][j] + weight * feature * other
-        for _ in range(SWEEPS):
-            for i, (row, target) in enumerate(zip(self._products, self._targets, strict=True)):
-                if row[i] > 0:
-                    others = sum(row[j] * self.coefficients[j] for j in range(3) if j != i)
-                    self.coefficients[i] = max(0.0, (target - others) / row[i])
+        new = (1.0, tokens, keys, tokens * tokens, tokens * keys, keys * keys)
+        self._products = [FORGETTING * old + weight * each for old, each in zip(self._products, new, strict=True)]
+        self._targets = [
+            FORGETTING * old + weight * each * seconds for old, each in zip(self._targets, new, strict=False)
+        ]
+        (ones, ab, ac, bb, bc, cc), (target_a, target_b, target_c) = self._products, self._targets
+        a, b, c = self.coefficients
+        for _ in range(SWEEPS):  # written out, as every step takes this time of the processor
+            a = max(0.0, (target_a - ab * b - ac * c) / ones)
+            b = max(0.0, (target_b - ab * a - bc * c) / bb) if bb else b
+            c = max(0.0, (target_c - ac * a - bc * b) / cc) if cc else c
+        self.coefficients = a, b, c
 
     def predict_admissions(
         self, running: Iterable[Work], waiting: Iterable[Work], max_sequences: int, groups: int = 1

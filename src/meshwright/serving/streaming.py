@@ -4,14 +4,14 @@ responses whole or as a stream. Free of torch."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from meshwright.data.tokenizers.library import convert_panics
-from meshwright.errors import RankLost
 from meshwright.serving.choices import Choice, Piece
 from meshwright.serving.gate import HttpSettings
 from meshwright.serving.metrics import ServingMetrics
@@ -66,16 +66,19 @@ class JobRunner:
             self._metrics.refuse(refusal.reason)
             raise make_refusal_error(refusal)
 
-    def start(self, job: Job, take: Take) -> asyncio.Task[None]:
-        """Submit all requests of a job to the engine; return the task that calls `take(choice, piece)` for each new
-        piece of text. Requests that are unfinished when the task ends or is cancelled are cancelled. Raises ApiError if
-        the requests are refused, with status 400 if they are more than an idle engine runs and queues."""
+    def start(self, job: Job, take: Take) -> asyncio.Future[None]:
+        """Submit all requests of a job to the engine; `take(choice, piece)` is called for each new piece of text.
+        Return the future that gets a result when all choices have finished; an error of the engine, or one that `take`
+        raises, becomes its exception. Requests that are unfinished when it ends or is cancelled are cancelled. Raises
+        ApiError if the requests are refused, with status 400 if they are more than an idle engine runs and queues."""
         if len(job.requests) > (most := self._client.max_requests):
             message = f"n: prompts x n should be at most {most}, the requests that this server runs and queues"
             raise ApiError(400, message, param="n")
         self.check_queue(job.requests, job.ticket)
-        run = asyncio.create_task(self._run(job, [self._client.submit(request) for request in job.requests], take))
+        run: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         run.add_done_callback(lambda _: self._cancel_unfinished(job))
+        for choice in job.choices:
+            self._client.submit(choice.request, partial(self._receive, job, choice, take, run))
         return run
 
     def _cancel_unfinished(self, job: Job) -> None:
@@ -85,32 +88,31 @@ class JobRunner:
             if choice.finish_reason is None:
                 self._metrics.finish(choice, "abort")
 
-    async def _run(self, job: Job, outputs: Sequence[AsyncIterator[Output]], take: Take) -> None:
-        """Follow all choices of a job concurrently until they have finished. Raises ApiError (408 after the requests'
-        deadline) and the exceptions that `take` raises. outputs: for each choice, the iterator over the engine's
-        outputs. take: called with (choice, piece) for each new piece of text."""
+    def _receive(
+        self, job: Job, choice: Choice, take: Take, run: asyncio.Future[None], output: Output | Exception
+    ) -> None:
+        """Handle an `output` of the engine, or its error, for a choice of `job`: call `take` with the choice and its
+        new piece of text, and end `run`, the job's future, after the last choice or an error."""
+        if run.done():
+            return
         try:
-            async with asyncio.TaskGroup() as tasks:
-                for choice, iterator in zip(job.choices, outputs, strict=True):
-                    tasks.create_task(self._follow(choice, iterator, take))
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from None
-
-    async def _follow(self, choice: Choice, outputs: AsyncIterator[Output], take: Take) -> None:
-        """Call `take` with (choice, piece) for each new piece of one choice until it has finished. outputs: iterator
-        over the engine's outputs for the choice."""
-        with convert_panics():
-            async for output in outputs:
-                if output.finish_reason in FAILED_ENDS:
-                    status, message, code = FAILED_ENDS[output.finish_reason]
-                    raise ApiError(status, message, code=code)
-                before = choice.last_token
+            if isinstance(output, Exception):
+                raise output
+            if output.finish_reason in FAILED_ENDS:
+                status, message, code = FAILED_ENDS[output.finish_reason]
+                raise ApiError(status, message, code=code)
+            before = choice.last_token
+            with convert_panics():
                 piece = choice.push(output)
-                self._metrics.observe(choice, piece, before)
-                take(choice, piece)
-                if piece.finish_reason is not None:
-                    return
-        raise RankLost("the engine ended a request without a reason")
+            self._metrics.observe(choice, piece, before)
+            take(choice, piece)
+        except Exception as error:
+            run.set_exception(error)
+            return
+        if piece.finish_reason is not None:
+            self._client.cancel(choice.request.id)  # of which the engine does not know at a stop string
+            if all(each.finish_reason is not None for each in job.choices):
+                run.set_result(None)
 
 
 class EventStream(Response):
@@ -128,22 +130,26 @@ class EventStream(Response):
         self._waiting = [job.formatter.open_choice(choice) for choice in job.choices]
         self._bytes = 0  # of the events that wait
         self._news = asyncio.Event()
+        self._drop: Callable[[], None] = lambda: None
         self._run = runner.start(job, self._take)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events as they come until the job ends, the client leaves, or the client reads too slowly. scope,
         receive, send: arguments of an ASGI application."""
         run, left = self._run, asyncio.create_task(_wait_until_left(receive))
-        drop: Callable[[], None] = scope.get(ABORT, left.cancel)
         timers: list[asyncio.TimerHandle] = []
 
-        def limit_drain(_: object) -> None:
-            """Close the connection `HttpSettings.drain_seconds` after the last token, or immediately if the client
-            reads too slowly."""
-            self._news.set()
-            slow = not run.cancelled() and isinstance(run.exception(), SlowReader)
-            timers.append(run.get_loop().call_later(0 if slow else self._settings.drain_seconds, drop))
+        def drop() -> None:
+            """Close the connection, and send nothing more."""
+            scope.get(ABORT, left.cancel)()
+            left.cancel()
 
+        def limit_drain(_: object) -> None:
+            """Give the client `HttpSettings.drain_seconds` after the last token to read the rest of its stream."""
+            self._news.set()
+            timers.append(run.get_loop().call_later(self._settings.drain_seconds, drop))
+
+        self._drop = drop
         run.add_done_callback(limit_drain)
         left.add_done_callback(lambda _: self._news.set())
         try:
@@ -160,34 +166,28 @@ class EventStream(Response):
                     return
                 await self._news.wait()
                 self._news.clear()
-        except SlowReader:
-            drop()
         finally:
             await _cancel_tasks(run, left)
             for timer in timers:
                 timer.cancel()
 
     def _take(self, choice: Choice, piece: Piece) -> None:
-        """Append the event of a new piece of `choice` to the events that wait to be sent. Raises SlowReader if too many
-        bytes wait."""
+        """Append the event of a new piece of `choice` to the events that wait to be sent. Closes the connection, and
+        raises SlowReader, if too many bytes wait."""
         event = self._job.formatter.format_piece(choice, piece, self._job.choices)
         if not event:
             return
         if self._bytes > self._settings.stream_bytes * len(self._job.choices):
+            self._drop()
             raise SlowReader
         self._bytes += len(event)  # one event may be larger: it holds a whole prompt's log-probabilities
         self._waiting.append(event)
         self._news.set()
 
-    def _format_end(self, run: asyncio.Task[None]) -> bytes:
+    def _format_end(self, run: asyncio.Future[None]) -> bytes:
         """Return the last events of the stream as bytes: the last events of the request's API (OpenAI or llama.cpp), or
-        an error event if `run`, the finished task that produced the answer, failed. Raises SlowReader if the client
-        read too slowly."""
-        try:
-            run.result()
-        except SlowReader:
-            raise
-        except Exception as error:
+        an error event if `run`, the future of the finished job, has an exception."""
+        if isinstance(error := run.exception(), Exception):
             return b"data: " + to_api_error(error).to_json() + b"\n\n" + END_OF_STREAM
         return self._job.formatter.close_stream(self._job.choices)
 
@@ -198,7 +198,7 @@ async def _wait_until_left(receive: Receive) -> None:
         pass
 
 
-async def _cancel_tasks(*tasks: asyncio.Task[None]) -> None:
+async def _cancel_tasks(*tasks: asyncio.Future[None]) -> None:
     """Cancel the tasks and wait until they have ended; their exceptions are ignored."""
     for task in tasks:
         task.cancel()

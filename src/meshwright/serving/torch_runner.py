@@ -141,8 +141,8 @@ class TorchRunner:
     """Runner of serving steps on a CPU in plain torch: the model with a paged KV cache. Tokens are computed in tiles of
     a fixed number (one by one in models with experts), so that a token's bits do not depend on the rest of the batch.
 
-    weights: reader of this rank's weights. mesh: gives the axes tp and pp. dtype: dtype of parameters and KV cache.
-    sizes: sizes of KV pool and buffers.
+    weights: reader of this rank's weights. mesh: gives the axes tp and pp. sizes: sizes of KV pool and buffers, and the
+    dtype of parameters and KV cache.
 
     Attributes:
         config: Configuration of the model.
@@ -150,10 +150,11 @@ class TorchRunner:
         version: "torch" and its version.
     """
 
-    def __init__(self, weights: RankWeights, mesh: Mesh, dtype: torch.dtype, sizes: ServingSizes) -> None:
+    def __init__(self, weights: RankWeights, mesh: Mesh, sizes: ServingSizes) -> None:
         """Load the weights and allocate the KV cache; arguments: see the class."""
         self.config, self._stage = weights.config, weights.stage
-        self.instruction_set, self.version, self._dtype = "cpu", f"torch {torch.__version__}", dtype
+        self.instruction_set, self.version = "cpu", f"torch {torch.__version__}"
+        self._dtype = dtype = getattr(torch, sizes.dtype)
         axes = AxisOperations(tensor=OrderedTensorParallel(mesh))
         self._model = weights.build_model(axes, "cpu", dtype)
         self._model.attention_inputs.served_length = sizes.max_length

@@ -14,10 +14,10 @@ from pydantic_core import PydanticCustomError, from_json
 
 from meshwright.data.records.template_inputs import Conversation, parse_conversation
 from meshwright.errors import UserError
+from meshwright.serving import sampling
 from meshwright.serving.prompts import Prompts, PromptTooLong
 from meshwright.serving.protocol import parameters
 from meshwright.serving.protocol.errors import ApiError
-from meshwright.serving.sampling import Sampling
 from meshwright.untrusted import check_nesting
 
 _SUBJECT = re.compile("(Input|List|String|Dictionary|Tuple) should")
@@ -132,7 +132,7 @@ class DetokenizeBody(EndpointBody):
     """Body of `/detokenize`: token IDs to be converted to text."""
 
     model: str | None = None
-    tokens: Annotated[list[parameters.TokenId], Field(fail_fast=True)]
+    tokens: Annotated[list[sampling.TokenId], Field(fail_fast=True)]
 
 
 class StreamOptions(Body):
@@ -148,23 +148,23 @@ class GenerationBody(EndpointBody):
 
     default_tokens: ClassVar[int | None] = None  # of `max_tokens`; None: up to the model's maximum length
 
-    max_tokens: parameters.TokenCount | None
+    max_tokens: sampling.TokenCount | None
     model: str | None = Field(None, description="name of the served model")
     n: parameters.ChoiceCount = Field(1, description="choices for each prompt")
-    temperature: parameters.Temperature = 1.0
-    top_p: parameters.TopP = 1.0
-    top_k: parameters.TopK = 0
-    min_p: parameters.MinP = 0.0
-    repetition_penalty: parameters.RepetitionPenalty = 1.0
-    presence_penalty: parameters.AdditivePenalty = 0.0
-    frequency_penalty: parameters.AdditivePenalty = 0.0
-    logit_bias: dict[parameters.BiasedToken, parameters.Bias] | list[parameters.BiasPair] = Field(
+    temperature: sampling.Temperature = 1.0
+    top_p: sampling.TopP = 1.0
+    top_k: sampling.TopK = 0
+    min_p: sampling.MinP = 0.0
+    repetition_penalty: sampling.RepetitionPenalty = 1.0
+    presence_penalty: sampling.AdditivePenalty = 0.0
+    frequency_penalty: sampling.AdditivePenalty = 0.0
+    logit_bias: dict[parameters.BiasedToken, sampling.Bias] | list[parameters.BiasPair] = Field(
         {}, max_length=1024, description="by token ID, or as llama.cpp's pairs [token ID, bias]; false there: -100"
     )
-    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="null: chosen at random, and returned")
-    min_tokens: parameters.TokenCount = Field(0, description="tokens before a stop token or string may end the answer")
+    seed: sampling.Seed | None = Field(None, description="null: chosen at random, and returned")
+    min_tokens: sampling.TokenCount = Field(0, description="tokens before a stop token or string may end the answer")
     stop: parameters.StopString | Annotated[list[parameters.StopString], Field(max_length=32)] = []
-    stop_token_ids: Annotated[list[parameters.TokenId], Field(max_length=1024, fail_fast=True)] = []
+    stop_token_ids: Annotated[list[sampling.TokenId], Field(max_length=1024, fail_fast=True)] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = Field(False, description="do not stop at the model's end tokens")
     add_special_tokens: bool = Field(True, description="begin a text prompt with the model's start token")
@@ -193,20 +193,18 @@ class GenerationBody(EndpointBody):
         most = prompts.max_length if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
         return tokens if most is None else tokens[-most:]
 
-    def to_sampling(self, ends: Collection[int], max_tokens: int, score_prompt: bool) -> Sampling:
+    def to_sampling(self, ends: Collection[int], max_tokens: int, score_prompt: bool) -> sampling.Sampling:
         """Convert the body to the engine's sampling options. ends: IDs of the model's end tokens. max_tokens: most
         tokens of the answer. score_prompt: True to report the prompt's log-probabilities too. Raises UserError."""
-        same = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        same = "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty min_tokens"
         biases = self.logit_bias.items() if isinstance(self.logit_bias, dict) else self.logit_bias
         scored = [] if self.prompt_logprobs is None else [self.prompt_logprobs]
         if score_prompt and self.alternatives is not None:
             scored.append(self.alternatives)
-        return Sampling(
-            **{name: getattr(self, name) for name in same},
-            top_k=max(self.top_k, 0),
+        return sampling.Sampling(
+            **{name: getattr(self, name) for name in same.split()},
             logit_bias={int(token): -100.0 if bias is False else bias for token, bias in biases},
             seed=secrets.randbits(32) if self.seed is None else self.seed,
-            min_tokens=self.min_tokens,
             max_tokens=max_tokens,
             stop_tokens=frozenset(self.stop_token_ids) | frozenset(() if self.ignore_eos else ends),
             logprobs=self.alternatives,
@@ -219,7 +217,7 @@ class PromptBody(GenerationBody):
     prompt's text before the answer."""
 
     prompt: str | parameters.Tokens | parameters.Texts | parameters.TokenLists
-    max_tokens: parameters.TokenCount | None = Field(None, description="default: 16")
+    max_tokens: sampling.TokenCount | None = Field(None, description="default: 16")
     logprobs: parameters.Alternatives | None = None
     parse_special: parameters.ParseSpecial = False
     echo: bool = Field(False, description="begin the text with the prompt; with logprobs, score its tokens")
@@ -252,12 +250,12 @@ class LlamaBody(PromptBody):
 
     prompt: str | parameters.Tokens
     n: int = Field(1, ge=1, le=1)
-    temperature: parameters.Temperature = 0.8
-    top_p: parameters.TopP = 0.95
-    top_k: parameters.TopK = 40
-    min_p: parameters.MinP = 0.05
-    repetition_penalty: parameters.RepetitionPenalty = Field(1.0, alias="repeat_penalty")
-    max_tokens: parameters.TokenCount | Literal[-1] | None = Field(
+    temperature: sampling.Temperature = 0.8
+    top_p: sampling.TopP = 0.95
+    top_k: sampling.TopK = 40
+    min_p: sampling.MinP = 0.05
+    repetition_penalty: sampling.RepetitionPenalty = Field(1.0, alias="repeat_penalty")
+    max_tokens: sampling.TokenCount | Literal[-1] | None = Field(
         None, alias="n_predict", description="-1: up to the model's maximum length"
     )
     logprobs: parameters.Alternatives | None = Field(None, alias="n_probs")
@@ -302,8 +300,8 @@ class CompletionBody(PromptBody, OpenAIBody):
 class ChatBody(OpenAIBody, ConversationBody):
     """Body of OpenAI's `/v1/chat/completions`: generation of a conversation's next assistant message."""
 
-    max_tokens: parameters.TokenCount | None = Field(None, description="default: up to the model's maximum length")
-    max_completion_tokens: parameters.TokenCount | None = Field(None, description="newer name of max_tokens")
+    max_tokens: sampling.TokenCount | None = Field(None, description="default: up to the model's maximum length")
+    max_completion_tokens: sampling.TokenCount | None = Field(None, description="newer name of max_tokens")
     logprobs: bool = False
     top_logprobs: parameters.Alternatives = Field(0, description="needs logprobs: true")
 

@@ -7,29 +7,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from meshwright.serving.sampling import Bias, TokenId
+
 MAX_SEQUENCES = 1024  # prompts x n of one HTTP request
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_SEQUENCES, fail_fast=True)]
 TokenLists = Annotated[list[Tokens], Field(min_length=1, max_length=MAX_SEQUENCES, fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=128)]
 BiasedToken = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
-Bias = Annotated[float, Field(ge=-100, le=100)]
 # left_to_right: a bias of 0 must not become False, which bans the token. Not strict: a JSON array is a list.
 PairedBias = Annotated[Bias | Literal[False], Field(union_mode="left_to_right")]
 BiasPair = Annotated[tuple[TokenId, PairedBias], Field(strict=False)]
-TokenCount = Annotated[int, Field(ge=0, le=2**30)]
 Alternatives = Annotated[int, Field(ge=0, le=20, description="number of most likely tokens reported for each token")]
 ParseSpecial = Annotated[bool, Field(description="parse special tokens that a text prompt spells")]
 
-# Sampling; llama.cpp's endpoint has other names and defaults.
-Temperature = Annotated[float, Field(ge=0, le=100, description="0: the most likely token")]
-TopP = Annotated[float, Field(gt=0, le=1, description="1: off")]
-TopK = Annotated[int, Field(ge=-1, le=2**31 - 1, description="0 or -1: off")]
-MinP = Annotated[float, Field(ge=0, le=1, description="0: off")]
-RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100, description="1: off")]
-AdditivePenalty = Annotated[float, Field(ge=-2, le=2, description="0: off")]
 ChoiceCount = Annotated[int, Field(ge=1, le=128)]
 
 # (values that are accepted because they change nothing, names of the fields); of OpenAI's API, vLLM and llama.cpp
