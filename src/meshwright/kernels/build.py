@@ -36,7 +36,7 @@ _CPU_FLAGS = {"avx512bf16": "avx512_bf16", "amx-tile": "amx_tile", "amx-bf16": "
 # No contraction and no reassociation: only the sources decide where operations are fused, so that results do not depend
 # on tile shapes.
 FLAGS = (
-    *("-O3", "-std=c++20", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden", "-mprfchw"),
+    *("-O3", "-std=c++20", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-maybe-uninitialized"),
 )
 

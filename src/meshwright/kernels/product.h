@@ -40,7 +40,7 @@ template <class X, class W, int R, int P>
                                             long depth, float* sums, long columns, bool fresh) {
     Vec total[R][P] = {};
     constexpr bool pairs = std::is_same_v<W, Pairs>;
-    for (long k = 0; k < depth; k += 1 + pairs) {
+    for (long k = 0; k + pairs < depth; k += 1 + pairs) {
         const long at = k / (1 + pairs) * stride;
         UNROLL for (int p = 0; p < P; ++p) _mm_prefetch((const char*)(next[p] + at), _MM_HINT_T1);
         UNROLL for (int p = 0; p < P; ++p) {
@@ -56,15 +56,20 @@ template <class X, class W, int R, int P>
 #endif
             UNROLL for (int odd = 0; odd <= pairs; ++odd) {
                 const Vec weights = load_k(w[p] + at, odd);
-                const long place = pairs ? std::min(k + odd, depth - 1) : k;  // after an odd k the weights are 0
                 UNROLL for (int r = 0; r < R; ++r)
-                    total[r][p] = fma(broadcast(to_float(x[r][place])), weights, total[r][p]);
+                    total[r][p] = fma(broadcast(to_float(x[r][k + odd])), weights, total[r][p]);
             }
         }
     }
-    UNROLL for (int r = 0; r < R; ++r)
+    if (pairs && std::is_same_v<X, float> && depth % 2)  // an odd k is the last of the matrix
         UNROLL for (int p = 0; p < P; ++p)
-            store_or_add(sums + r * columns + p * LANES, total[r][p], LANES, !fresh);
+            UNROLL for (int r = 0; r < R; ++r)
+                total[r][p] = fma(broadcast(x[r][depth - 1]), load_k(w[p] + depth / 2 * stride, false), total[r][p]);
+    UNROLL for (int r = 0; r < R; ++r)
+        UNROLL for (int p = 0; p < P; ++p) {
+            float* sum = sums + r * columns + p * LANES;
+            store(sum, fresh ? total[r][p] : load(sum) + total[r][p]);
+        }
 }
 
 // The same for any number of rows, in tiles of nearly equal height (at most R), and of panels, which stay in the first
@@ -91,9 +96,16 @@ template <int Panels, class X, class W, int R = TILE_ROWS<W>> static void multip
 // of a tile are in different sets of a cache.
 static long rounded_stride(long k) { return (k + AMX_K - 1) / AMX_K * AMX_K + AMX_K; }
 
-// out[0 .. depth) = x rounded to bfloat16, then zeros. The instructions that read it take denormal numbers as zero.
-static void round_row(const float* x, long depth, bfloat16* out) {
-    for (long k = 0; k < rounded_stride(depth); ++k) out[k] = k < depth ? to_bfloat16(x[k]) : 0;
+// out[0 .. depth) = x rounded to bfloat16, then zeros up to a multiple of AMX_K. Both instructions that read it take
+// denormal numbers as zero, as this rounding does.
+static void round_row([[maybe_unused]] const float* x, long depth, [[maybe_unused]] bfloat16* out) {
+    for (long k = 0; k < depth; k += AMX_K) {
+#ifdef __AVX512BF16__
+        const uint32_t kept = depth - k < AMX_K ? (1u << (depth - k)) - 1 : ~0u;
+        const auto high = _mm512_maskz_loadu_ps(kept >> LANES, x + k + LANES), low = _mm512_maskz_loadu_ps(kept, x + k);
+        _mm512_storeu_si512(out + k, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+#endif
+    }
 }
 
 #ifdef __AMX_BF16__
@@ -106,15 +118,17 @@ static void multiply_by_amx(const bfloat16* x, long x_stride, long rows, const P
                             long depth, float* sums, long columns, bool fresh) {
     const long bytes = columns * sizeof(float), x_bytes = x_stride * sizeof(bfloat16), w_bytes = 2 * sizeof(Pairs);
     _tile_loadconfig(&TILES);
-    for (long r = 0; r < rows && fresh; ++r) std::fill_n(sums + r * columns, panels * LANES, 0.0f);
     asm volatile("" ::: "memory");  // GCC's tile loads do not say that they read memory
     for (long p = 0; p < panels; p += 2)
         for (long r = 0; r < rows; r += 32) {
             const Pairs *a = w[p], *b = w[std::min(p + 1, panels - 1)];
             const bfloat16* in = x + r * x_stride;
             float *top = sums + r * columns + p * LANES, *low = top + 16 * columns;
-            _tile_loadd(0, top, bytes); _tile_loadd(1, top + LANES, bytes);
-            _tile_loadd(2, low, bytes); _tile_loadd(3, low + LANES, bytes);
+            _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+            if (!fresh) {
+                _tile_loadd(0, top, bytes); _tile_loadd(1, top + LANES, bytes);
+                _tile_loadd(2, low, bytes); _tile_loadd(3, low + LANES, bytes);
+            }
             for (long k = 0; k < depth; k += AMX_K) {
                 _tile_loadd(6, a + k, w_bytes); _tile_loadd(4, in + k, x_bytes);
                 _tile_loadd(7, b + k, w_bytes); _tile_loadd(5, in + 16 * x_stride + k, x_bytes);
@@ -212,8 +226,6 @@ static void multiply_items(const Op& op, const Items& items, long item, long cou
     for (long r = 0; r < rows; ++r) {
         place[r] = op.routing.order ? op.routing.order[first + r] : first + r;
         out[r] = op.out + place[r] * op.out_stride + index * op.out_step + panel * LANES * LANES / step;
-        // Another thread's cache may have these lines.
-        for (long c = 0; c < columns && rows <= FEW_ROWS; c += step) __builtin_prefetch(out[r] + c * LANES / step, 1);
         x[r] = rounded ? (void*)(rounded + (first + r) * rounded_stride(op.matrix.k)) : input_of(op, first + r, index);
     }
     const long at_once = rows > 8 || op.matrix.k <= SECTION ? panels : 2;  // few rows: panels in the order of memory
