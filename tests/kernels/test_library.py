@@ -209,6 +209,12 @@ def test_as_many_threads_as_cpus_are_bound_to_one_each(built_kernels: Kernels):
     assert set().union(*bound) == cpus - {min(cpus)}  # the first is that of the calling thread
     compute_linear(built_kernels, draw_floats(0, 9, 64), packed)
     assert os.sched_getaffinity(0) == cpus
+    os.sched_setaffinity(0, {max(cpus)})  # a worker's
+    try:
+        compute_linear(built_kernels, draw_floats(0, 9, 64), packed)
+        assert os.sched_getaffinity(0) == {max(cpus)}
+    finally:
+        os.sched_setaffinity(0, cpus)
     assert list_worker_cpus(built_kernels, len(cpus) + 1, most=len(cpus)) == [cpus] * len(cpus)
 
 

@@ -14,19 +14,18 @@ struct QueryTile { long sequence, first, count; };
 // lane [LANES], the weighted values [head size, padded].
 static long partial_floats(long head_dim) { return 2 * LANES + (head_dim + LANES - 1) / LANES * LANES; }
 
-// One row's scores of a section, capped if `cap` is not 0, those of tokens outside [low, high) of the section masked:
-// turns them into weights, and rescales what earlier sections gave.
-static void update_softmax(float* scores, long blocks, long low, long high, float scale, float cap, float* sums,
-                           long floats) {
+// One row's scores of a section, capped if `softcap` is not 0, those of tokens outside [low, high) of the section
+// masked: turns them into weights, and rescales what earlier sections gave.
+static void update_softmax(const Op& op, float* scores, long blocks, long low, long high, float* sums) {
     for (long b = 0; b < blocks; ++b)
-        store(scores + b * BLOCK, softcap(load(scores + b * BLOCK) * broadcast(scale), cap));
+        store(scores + b * BLOCK, softcap(load(scores + b * BLOCK) * broadcast(op.scale), op.softcap));
     std::fill_n(scores, low, -INFINITY);
     std::fill(scores + high, scores + blocks * BLOCK, -INFINITY);
     Vec most = broadcast(-INFINITY);
     for (long b = 0; b < blocks; ++b) most = maximum(most, load(scores + b * BLOCK));
     const float peak = std::max(sums[0], largest(most));
     const Vec kept = exponential(broadcast(sums[0] - peak));
-    for (long i = LANES; i < floats; i += LANES) store(sums + i, load(sums + i) * kept);
+    for (long i = LANES; i < partial_floats(op.cache.head_dim); i += LANES) store(sums + i, load(sums + i) * kept);
     for (long b = 0; b < blocks; ++b) {
         const Vec p = exponential(load(scores + b * BLOCK) - broadcast(peak));
         store(scores + b * BLOCK, p);
@@ -93,7 +92,7 @@ template <class W> static void attend_span(const Op& op, const Step& step, const
         for (long r = 0; r < rows; ++r) {
             float* to = scores + r * SECTION_TOKENS;
             for (long i = 0; i < count * BLOCK && panels; ++i) to[i] = packed[columns * (size + i) + r];
-            update_softmax(to, count, low(r / group), high(r / group), op.scale, op.softcap, sums + r * floats, floats);
+            update_softmax(op, to, count, low(r / group), high(r / group), sums + r * floats);
         }
         for (long b = low(0) / BLOCK; b < count; ++b) {  // the weights of tokens that a query does not see are 0
             for (long r = 0; r < rows; ++r) weight[r] = scores + r * SECTION_TOKENS + b * BLOCK;

@@ -25,8 +25,7 @@ static void embed(const Op& op, const Step& step, long t, float* out) {
 }
 
 // (x - mean) / deviation * weight + bias; RMSNorm (`layer` false) has mean 0.
-static void normalise(const float* x, float* out, const float* weight, const float* bias, long size, float epsilon,
-                      bool layer) {
+static void normalise(const Op& op, const float* x, float* out, const float* weight, long size, bool layer) {
     Vec total = broadcast(0.0f);
     for (long i = 0; layer && i < size; i += LANES) total = total + load(x + i, size - i);
     const float mean = sum(total) / size;
@@ -35,10 +34,10 @@ static void normalise(const float* x, float* out, const float* weight, const flo
         const Vec centred = load(x + i, size - i, mean) - broadcast(mean);
         squares = fma(centred, centred, squares);
     }
-    const Vec scale = broadcast(1.0f / std::sqrt(sum(squares) / size + epsilon));
+    const Vec scale = broadcast(1.0f / std::sqrt(sum(squares) / size + op.epsilon));
     for (long i = 0; i < size; i += LANES) {
         const Vec y = (load(x + i, size - i) - broadcast(mean)) * scale * load(weight + i, size - i);
-        store(out + i, bias ? y + load(bias + i, size - i) : y, size - i);
+        store(out + i, op.bias ? y + load(op.bias + i, size - i) : y, size - i);
     }
 }
 
@@ -51,7 +50,7 @@ template <class W> static void rope_store(const Op& op, const Step& step, long t
         float* x = row + h * size + op.first;
         const float* in = query && op.in ? op.in + t * op.in_stride + h * op.in_step : x;
         if (const float* norm = query ? op.query_norm : op.key_norm)
-            normalise(x, x, norm, nullptr, size, op.epsilon, false);
+            normalise(op, x, x, norm, size, false);
         const float *cosine = op.cosine + step.positions[t] * half, *sine = op.sine + step.positions[t] * half;
         for (long i = 0; i < half && (query || !op.mode); ++i) {  // `mode`: the queries alone
             const float a = in[i], b = in[i + half];
@@ -78,11 +77,12 @@ static void scale_row(const Op& op, long t, const float* in, float* out) {
 
 // --- mixture of experts ----------------------------------------------------------------------------------------------
 
-// Turns one token's router logits into scores (`mode`: `Router`) and chooses its experts.
-static void route(const Op& op, long t) {
+// Turns one token's router logits into scores (`mode`: `Router`) and chooses its experts. `best` has the best rating of
+// each group, of sigmoids the sum of the two best.
+static void route(const Op& op, long t, float* scores) {
     const Routing& r = op.routing;
     const long size = r.count / r.groups;
-    float *scores = op.out + t * op.out_stride, *rating = take_scratch(r.count + r.groups + 1);
+    float *rating = take_scratch(r.count + r.groups + 1), *best = rating + r.count;
     const float most = *std::max_element(scores, scores + r.count);
     Vec total = broadcast(0.0f);
     for (long e = 0; e < r.count && op.mode != LOGITS; e += LANES) {
@@ -93,7 +93,6 @@ static void route(const Op& op, long t) {
     }
     const float scale = op.mode ? 1.0f : sum(total);
     for (long e = 0; e < r.count; ++e) scores[e] /= scale, rating[e] = scores[e] + (op.bias ? op.bias[e] : 0.0f);
-    float* best = rating + r.count;  // of each group: the best rating, of sigmoids the sum of the two best
     for (long g = 0; g < r.groups && r.kept < r.groups; ++g) {
         const float* group = rating + g * size;
         std::partial_sort_copy(group, group + size, best + g, best + g + 1 + (op.mode == SIGMOID), std::greater<>());
@@ -110,28 +109,17 @@ static void route(const Op& op, long t) {
         rating[chosen] = -INFINITY;
         chosen_sum += weights[k] = op.mode == LOGITS ? largest(sigmoid(broadcast(scores[chosen]))) : scores[chosen];
     }
-    const float norm = r.normalise ? chosen_sum + 1e-20f : 1.0f;
-    for (long k = 0; k < r.top_k; ++k) weights[k] = weights[k] / norm * r.scale;
+    for (long k = 0; k < r.top_k; ++k) weights[k] = weights[k] / (r.normalise ? chosen_sum + 1e-20f : 1.0f) * r.scale;
 }
-
-static void sort_assignments(const Op& op, const Step& step) {
-    const Routing& r = op.routing;
-    for (long e = 0, count = 0; e < r.held; ++e) {
-        for (long a = 0; a < step.token_count * r.top_k; ++a)
-            if (r.experts[a] == r.first + e) r.order[count++] = int32_t(a);
-        r.ends[e] = int32_t(count);
-    }
-}
-
-INLINE bool is_held(const Routing& r, long a) { return r.experts[a] >= r.first && r.experts[a] < r.first + r.held; }
 
 static void combine(const Op& op, long t, float* out) {
     const Routing& r = op.routing;
     for (long i = 0; i < op.size; i += LANES) {
         Vec total = broadcast(0.0f);
         for (long a = t * r.top_k; a < (t + 1) * r.top_k; ++a)
-            if (const float weight = op.mode ? 1.0f : r.weights[a]; is_held(r, a))
-                total = fma(broadcast(weight), load(op.in + a * op.in_stride + i, op.size - i), total);
+            if (const long expert = r.experts[a] - r.first; expert >= 0 && expert < r.held)
+                total = fma(broadcast(op.mode ? 1.0f : r.weights[a]),
+                            load(op.in + a * op.in_stride + i, op.size - i), total);
         store_or_add(out + i, total, op.size - i, op.accumulate);
     }
 }
@@ -139,24 +127,15 @@ static void combine(const Op& op, long t, float* out) {
 // --- execution -------------------------------------------------------------------------------------------------------
 
 struct Run {
-    const Op* ops; long count; const Step* step; long threads;
-    std::vector<float> partials;  // results of spans that several threads compute
+    const Op* ops; long count; const Step* step;
+    std::vector<float> partials;  // results of spans that several items compute
     std::vector<Pairs> rounded;  // the rows of the current product: [inputs + 31][rounded_stride / 32][32]
     std::vector<QueryTile> tiles{};
     long spans = 1, tile_tokens = 1;  // most of any tile
-    long parts = 1, floats = 0;  // of the current attention: items of a tile and head; floats of a span's results
+    // Of the current operation: items of a tile and head, floats of a span's results, rounded rows of each matrix.
+    long parts = 1, floats = 0, rows = 0;
     std::vector<long> done{}, ends{};  // parts of each tile and head; items up to the end of each matrix
-    long rows = 0;  // that are rounded for a matrix of a product
 };
-
-static void find_tiles(const Step& step, Run& run) {
-    for (long s = 0; s < step.sequences; ++s)
-        for (long first = step.starts[s]; first < step.starts[s + 1]; first += QUERY_TILE) {
-            run.tiles.push_back({s, first, std::min(QUERY_TILE, step.starts[s + 1] - first)});
-            run.tile_tokens = std::max(run.tile_tokens, run.tiles.back().count);
-            run.spans = std::max(run.spans, step.positions[step.starts[s + 1] - 1] / SPAN_TOKENS + 1);
-        }
-}
 
 // Rounded rows of the current product with matrix `index`: all rows, then the next matrix's if they differ.
 static bfloat16* rounded_rows(const Op& op, Run& run, long index) {
@@ -191,11 +170,11 @@ static void attend(const Op& op, Run& run, long item) {
 // Allocates the memory that the current operation shares, and does what one thread does alone; returns the number of
 // work items.
 static long begin_items(const Op& op, Run& run) {
+    const Routing& r = op.routing;
     const long rows = count_rows(op, *run.step), units = long(run.tiles.size()) * op.cache.kv_heads;
     switch (op.kind) {
         case ROUND: {
-            if (!ROUNDS) return 0;
-            run.rows = op.routing.order ? op.routing.ends[op.matrix.count - 1] : rows;
+            run.rows = !ROUNDS ? 0 : r.order ? r.ends[op.matrix.count - 1] : rows;
             const long inputs = run.rows * (op.in_step ? op.matrix.count : 1);
             grow(run.rounded, (inputs + 31) * rounded_stride(op.matrix.k) / AMX_K);
             return inputs;
@@ -206,12 +185,15 @@ static long begin_items(const Op& op, Run& run) {
             return run.ends.back();
         case ATTENTION:
             run.floats = run.tile_tokens * op.heads / op.cache.kv_heads * partial_floats(op.cache.head_dim);
-            run.parts = std::min(run.spans, (4 * run.threads - 1) / std::max(units, 1L) + 1);  // more if units are few
-            if (run.threads == 1 || units * run.spans * run.floats > MOST_PARTIALS) run.parts = 1;
+            run.parts = units * run.spans * run.floats > MOST_PARTIALS ? 1 : run.spans;
             if (run.parts > 1) grow(run.partials, units * run.spans * run.floats);
             run.done.assign(units, 0);
             return units * run.parts;
-        case SORT: return sort_assignments(op, *run.step), 0;
+        case SORT:
+            for (long e = 0, count = 0; e < r.held; r.ends[e++] = int32_t(count))
+                for (long a = 0; a < rows * r.top_k; ++a)
+                    if (r.experts[a] == r.first + e) r.order[count++] = int32_t(a);
+            return 0;
         default: return rows;
     }
 }
@@ -224,12 +206,12 @@ static void execute(const Op& op, Run& run, long item, long count) {
         const auto in = op.in + (op.kind == NORM && op.outputs ? run.step->output_rows[item] : item) * op.in_stride;
         switch (op.kind) {
             case EMBED: embed(op, *run.step, item, out); break;
-            case NORM: normalise(in, out, op.weight, op.bias, op.size, op.epsilon, op.mode); break;
+            case NORM: normalise(op, in, out, op.weight, op.size, op.mode); break;
             case ROUND: round_row(input_of(op, item % run.rows, item / run.rows), op.matrix.k,
                                   rounded_rows(op, run, 0) + item * rounded_stride(op.matrix.k)); break;
             case ROPE_STORE: (op.cache.bf16 ? rope_store<bfloat16> : rope_store<float>)(op, *run.step, item); break;
             case ATTENTION: attend(op, run, item); break;
-            case ROUTE: route(op, item); break;
+            case ROUTE: route(op, item, out); break;
             case COMBINE: combine(op, item, out); break;
             case SCALE: scale_row(op, item, in, out);
         }
@@ -243,8 +225,8 @@ static void execute(const Op& op, Run& run, long item, long count) {
 // operation stays the current one, so that a thread always counts its items for the operation they belong to. A thread
 // without a core delays the others only between taking items and counting them. A waiting thread prefetches the weights
 // that it multiplies next, unless they are experts'. As many threads as CPUs are bound to one each: beside other
-// processes the scheduler may leave two of them on one CPU for many milliseconds. The calling thread is bound while it
-// runs operations.
+// processes the scheduler may leave two of them on one CPU for many milliseconds. The calling thread is bound
+// while it runs operations, if it is not on its CPU (system calls would take longer than a small operation).
 struct Pool {
     explicit Pool(long threads) : ranges_(threads) {
         cpu_set_t all;
@@ -258,38 +240,42 @@ struct Pool {
     void bind(long i) const { if (!cpus_.empty()) sched_setaffinity(0, sizeof(cpu_set_t), &cpus_[i]); }
     void run(const Op* ops, long count, const Step* step) {
         cpu_set_t before{};
-        if (!cpus_.empty()) sched_getaffinity(0, sizeof before, &before), bind(0);
-        run_ = {ops, count, step, long(ranges_.size()), std::move(run_.partials), std::move(run_.rounded)};
-        find_tiles(*step, run_);
+        const bool moves = !cpus_.empty() && !CPU_ISSET(sched_getcpu(), &cpus_[0]);
+        if (moves) sched_getaffinity(0, sizeof before, &before), bind(0);
+        run_ = {ops, count, step, std::move(run_.partials), std::move(run_.rounded)};
+        for (long s = 0; s < step->sequences; ++s)
+            for (long first = step->starts[s], end = step->starts[s + 1]; first < end; first += QUERY_TILE) {
+                run_.tiles.push_back({s, first, std::min(QUERY_TILE, end - first)});
+                run_.tile_tokens = std::max(run_.tile_tokens, run_.tiles.back().count);
+                run_.spans = std::max(run_.spans, step->positions[end - 1] / SPAN_TOKENS + 1);
+            }
         current_ = -1;
         begin_next();
         for (uint64_t seen; (seen = take_items(0)) & MASK;) wait_for_change(ranges_[0], seen);  // no items: all is done
-        if (!cpus_.empty()) sched_setaffinity(0, sizeof before, &before);
+        if (moves) sched_setaffinity(0, sizeof before, &before);
     }
 
     static constexpr uint64_t BITS = 24, MASK = (1 << BITS) - 1;
-    static constexpr uint64_t MOST_LINES = 4096;  // prefetched during a wait
+    // Of a wait: ticks of its spinning, ticks from a prefetch to the next (processors drop those that come faster than
+    // memory delivers), prefetched lines.
+    static constexpr uint64_t MOST_TICKS = 100'000, LINE_TICKS = 4, MOST_LINES = 4096;
     static constexpr long MOST_ITEMS = 8, FEW_ITEMS = 4;  // taken at once; done by the thread that begins an operation
     struct alignas(64) Range {
-        std::atomic<uint64_t> ticket{0};  // number of the operation, end of the range, next item
-        std::atomic<const char*> ahead{nullptr};  // what the thread prefetches next: weights of the next product
+        std::atomic<uint64_t> ticket{0};  // number of the operation, end of the range, items left
+        std::atomic<const char*> ahead{nullptr};  // what the thread prefetches in a wait: weights of the next product
     };
 
-    static uint64_t count_left(uint64_t ticket) { return (ticket >> BITS & MASK) - (ticket & MASK); }
     // Executes items until none is left; returns number and end of the thread's range then.
     uint64_t take_items(size_t thread) {
-#ifdef __AMX_BF16__
-        _tile_loadconfig(&TILES);
-#endif
         for (;;) {
             const uint64_t seen = ranges_[thread].ticket.load(std::memory_order_acquire) >> BITS;
             uint64_t ticket, mine = 0;  // items that are done, but not counted yet
             for (size_t i = 0; i < ranges_.size(); ++i) {
                 auto& next = ranges_[(thread + i) % ranges_.size()].ticket;
-                while (const uint64_t left = count_left(ticket = next.load(std::memory_order_relaxed))) {
+                while (const uint64_t left = (ticket = next.load(std::memory_order_relaxed)) & MASK) {
                     const uint64_t count = std::min(most_.load(std::memory_order_relaxed), (left + 1) / 2);
-                    if (next.compare_exchange_weak(ticket, ticket + count, std::memory_order_acq_rel))
-                        execute(run_.ops[current_], run_, long(ticket & MASK), long(count)), mine += count;
+                    if (next.compare_exchange_weak(ticket, ticket - count, std::memory_order_acq_rel))
+                        execute(run_.ops[current_], run_, (ticket >> BITS & MASK) - left, count), mine += count;
                 }
             }
             if (!mine || left_.fetch_sub(mine, std::memory_order_acq_rel) != mine) return seen;
@@ -302,7 +288,7 @@ struct Pool {
             const Op& op = run_.ops[current_];
             items = begin_items(op, run_);
             most_.store(op.kind == ATTENTION ? 1 : MOST_ITEMS, std::memory_order_relaxed);
-            // A few rows are done before others could help. Products need the AMX tiles, which may not be loaded here.
+            // A few rows are done before others could help.
             if (items <= FEW_ITEMS && op.kind != LINEAR && op.kind != ATTENTION) execute(op, run_, 0, items), items = 0;
         }
         long next = current_ + 1;
@@ -318,18 +304,20 @@ struct Pool {
     void publish(uint64_t items) {
         left_ = items, ++number_;
         for (size_t i = ranges_.size(); i--;)
-            ranges_[i].ticket.store(number_ << 2 * BITS | begin_of(i + 1, items) << BITS | begin_of(i, items),
-                                    std::memory_order_release);
+            ranges_[i].ticket.store(number_ << 2 * BITS | begin_of(i + 1, items) << BITS |
+                                    (begin_of(i + 1, items) - begin_of(i, items)), std::memory_order_release);
         ranges_[0].ticket.notify_all();
     }
     uint64_t begin_of(uint64_t i, uint64_t items) const { return (items * i + ranges_.size() - 1) / ranges_.size(); }
-    // Prefetches, spins for about 40 microseconds, then sleeps.
+    // Prefetches and spins for about 40 microseconds, then sleeps.
     void wait_for_change(Range& range, uint64_t seen) {
         const uint64_t start = __rdtsc();
         const auto waits = [&] { return !stop_ && range.ticket.load(std::memory_order_acquire) >> BITS == seen; };
-        for (uint64_t lines = 0; waits();)
-            if (++lines < MOST_LINES) _mm_prefetch(range.ahead.fetch_add(64), _MM_HINT_T1);
-            else if (__rdtsc() - start < 100'000) _mm_pause();
+        const char* ahead = range.ahead.load(std::memory_order_relaxed);
+        for (uint64_t lines = 0, ticks; waits();)
+            if ((ticks = __rdtsc() - start) < MOST_TICKS)
+                for (; lines < std::min(ticks / LINE_TICKS, MOST_LINES); ++lines)
+                    _mm_prefetch(ahead + 64 * lines, _MM_HINT_T1);
             else if (const uint64_t now = ranges_[0].ticket; waits()) ranges_[0].ticket.wait(now);
     }
 

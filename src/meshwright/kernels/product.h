@@ -92,10 +92,6 @@ template <int Panels, class X, class W, int R = TILE_ROWS<W>> static void multip
     }
 }
 
-// For AMX: palette 1; bytes of a row and rows of the 8 tiles. Every thread loads it before it executes operations.
-alignas(64) [[maybe_unused]] static const uint64_t TILES[8] = {
-    1, 0, 0x40004000400040, 0x40004000400040, 0, 0, 0x1010101010101010};
-
 // Elements of a row that is rounded for a product: k padded for tiles, and not a multiple of a page, so that the rows
 // of a tile are in different sets of a cache.
 static long rounded_stride(long k) { return (k + AMX_K - 1) / AMX_K * AMX_K + AMX_K; }
@@ -113,11 +109,15 @@ static void round_row([[maybe_unused]] const float* x, long depth, [[maybe_unuse
 }
 
 #ifdef __AMX_BF16__
+// Palette 1; bytes of a row and rows of the 8 tiles.
+alignas(64) static const uint64_t TILES[8] = {1, 0, 0x40004000400040, 0x40004000400040, 0, 0, 0x1010101010101010};
+
 // The same by AMX, which adds all sections of k in one chain: two tiles of 16 rows times two panels; of an odd number
 // of panels the last is multiplied twice. x, in rows of `x_stride`, and sums have memory for a multiple of 32 rows.
 static void multiply_by_amx(const bfloat16* x, long x_stride, long rows, const Pairs* const* w, long panels,
                             long depth, float* sums, long columns, bool fresh) {
     const long bytes = columns * sizeof(float), x_bytes = x_stride * sizeof(bfloat16), w_bytes = 2 * sizeof(Pairs);
+    _tile_loadconfig(&TILES);
     asm volatile("" ::: "memory");  // GCC's tile loads do not say that they read memory
     for (long p = 0; p < panels; p += 2)
         for (long r = 0; r < rows; r += 32) {

@@ -111,9 +111,8 @@ INLINE Vec softcap(const Vec& x, float c) { return c ? broadcast(c) * hyperbolic
 INLINE Vec gelu(const Vec& x) {
     const Vec z = maximum(x, broadcast(0.0f) - x) * broadcast(0.70710678118654752f);
     const Vec t = broadcast(1.0f) / fma(z, broadcast(0.4f), broadcast(1.0f));
-    const Vec q = polynomial(t, 0.04125073924660683f,
-                             {-0.1403089463710785f, 0.08396758884191513f, 0.08798546344041824f, 0.07974261790513992f,
-                              0.19339890778064728f, 0.2018861621618271f, 0.2264433056116104f, 0.22563421726226807f});
+    const Vec q = polynomial(t, 0.0412507392f, {-0.140308946f, 0.0839675888f, 0.0879854634f, 0.0797426179f,
+                                                0.193398908f, 0.201886162f, 0.226443306f, 0.225634217f});
     const Vec half_tail = broadcast(0.5f) * q * t * exponential(broadcast(0.0f) - z * z);
     return x * choose_at_least(x, 0.0f, broadcast(1.0f) - half_tail, half_tail);
 }
