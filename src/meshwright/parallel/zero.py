@@ -233,7 +233,7 @@ class GradientReducer:
         that no reduction is in flight."""
         assert not self._in_flight, "the previous step is not finished"
         self._open: dict[str, UnshardedGradient] = {}
-        self._replica_sums: list[Handle] = []
+        self._replica_sums: deque[Handle] = deque()
         self._stale = set(self._units)
         """The units whose gradient shard is that of the last step."""
 
@@ -299,8 +299,8 @@ class GradientReducer:
         backward pass to 0. Then all-reduce over pp the gradients of units that several pipeline ranks hold."""
         while self._in_flight:
             self._wait_for_oldest()
-        for handle in self._replica_sums:
-            handle.wait()
+        while self._replica_sums:
+            self._replica_sums.popleft().wait()
         for name in self._stale:
             self._units[name].gradient.zero_()  # no backward pass went through it
         tied = [
