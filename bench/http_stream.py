@@ -25,7 +25,7 @@ from meshwright.launcher.signals import StopSignals
 from meshwright.serving.gate import HttpSettings
 from meshwright.serving.http import HttpApp
 from meshwright.serving.http_server import open_socket, serve_http
-from meshwright.serving.replica import Take
+from meshwright.serving.replica import OutputCallback
 from meshwright.serving.request import Output, Request
 from tests.serving.fake_engine import FakeEngine, make_prompts
 
@@ -41,12 +41,12 @@ KINDS: dict[str, dict[str, Any]] = {
 class SteppingEngine(FakeEngine):
     """Engine that gives every running request a token each `step_seconds`, as one message of a replica does."""
 
-    def submit(self, request: Request, take: Take) -> None:
+    def submit(self, request: Request, on_output: OutputCallback) -> None:
         if not self.requests:
             self._stepping = asyncio.create_task(self._step())
-            self._streams: dict[str, tuple[Take, Request, list[int]]] = {}
+            self._streams: dict[str, tuple[OutputCallback, Request, list[int]]] = {}
         self.requests.append(request)
-        self._streams[request.id] = take, request, [0]
+        self._streams[request.id] = on_output, request, [0]
 
     def cancel(self, request_id: str) -> None:
         self._streams.pop(request_id, None)
@@ -54,12 +54,12 @@ class SteppingEngine(FakeEngine):
     async def _step(self) -> None:
         while True:
             await asyncio.sleep(self.step_seconds or 0)
-            for take, request, count in list(self._streams.values()):
+            for on_output, request, count in list(self._streams.values()):
                 token = self.tokens[count[0] % (len(self.tokens) - 1)]
                 count[0] += 1
                 last = count[0] >= request.sampling.max_tokens
                 result = self._result(token, request.sampling.logprobs)
-                take(Output(request.id, [result], "length" if last else None))
+                on_output(Output(request.id, [result], "length" if last else None))
 
 
 def serve(step_seconds: float) -> None:

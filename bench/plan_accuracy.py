@@ -276,7 +276,7 @@ def fullest(one: Run, layout: Layout) -> tuple[Ledger, Problem]:
 
 
 def fits(one: Run) -> bool:
-    """Return True if the memory of any layout that the run may have had is predicted to fit, as that of a run did."""
+    """Return True if the memory of any layout that the run may have had is predicted to fit; each run did fit."""
     found = (fullest(one, layout) for layout in one.layouts)
     return any(rank.device_bytes <= problem.usable_bytes for rank, problem in found)
 

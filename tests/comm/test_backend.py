@@ -102,7 +102,8 @@ def test_layers_do_not_share_the_communicator_of_gradients(
 
 
 def connect_late() -> tuple[float, float]:
-    """Return when this rank's last group was connected, late on rank 0, and when its mesh was ready."""
+    """Return the times at which this rank's last group was connected (rank 0 delays this) and its mesh was ready, in
+    seconds of the monotonic clock."""
     connected, new_group = list[float](), dist.new_group
 
     def create(ranks: list[int], *args: Any) -> Any:

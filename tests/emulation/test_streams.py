@@ -188,8 +188,8 @@ OVERLAP_FAULTS = {  # function of `products`, text, replacement
     "one rank sends in another order": (
         *("multiply_and_scatter", "range(1, axis.size):", "range(1, axis.size)[:: 1 if axis.rank else -1]:"),
     ),
-    "sums are read before they have arrived": ("multiply_and_reduce", "handle.wait()", "pass"),
-    "product is written into the chunk that is summed": (
+    "results are read before their all-reduce has ended": ("multiply_and_reduce", "handle.wait()", "pass"),
+    "products are written into a chunk that is being all-reduced": (
         *("multiply_and_reduce", "out=y_NY", "out=y_BSY.flatten(0, 1)[: len(y_NY)]"),
     ),
     "one rank sums in another order": (
@@ -632,7 +632,7 @@ def run_graph(problem: Problem, text: str, graph: bool) -> list[tuple[float, flo
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_replays_of_a_graph_beside_calls_of_data_parallelism_equal_launched_steps(waits: bool):
-    """Unless reductions are not waited for."""
+    """They differ if the step does not wait for the reductions."""
     text, wait = "dp2 zero1", "engine.gradients.reducer.finish()"
     problem = replace(make_problem(Layout.parse(text)), steps=4)
     with EmulatedRanks(2) as ranks:

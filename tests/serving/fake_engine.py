@@ -17,7 +17,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.serving.http import HttpApp
 from meshwright.serving.http_server import make_server, open_socket
 from meshwright.serving.prompts import Prompts
-from meshwright.serving.replica import Take
+from meshwright.serving.replica import OutputCallback
 from meshwright.serving.replicas import State
 from meshwright.serving.request import FinishReason, Output, Request
 from meshwright.serving.sampling import TokenResult
@@ -84,21 +84,21 @@ class FakeEngine:
             self.tickets.append(ticket)
         return Refusal(self.state, 1.0) if self.state in ("starting", "draining", "failed") else self.refusal
 
-    def submit(self, request: Request, take: Take) -> None:
+    def submit(self, request: Request, on_output: OutputCallback) -> None:
         self.running.add(request.id)
         self.requests.append(request)
         outputs = self._generate(request)
         if request.deadline is not None:
             outputs = self._generate_until(request, request.deadline)
-        self._tasks[request.id] = asyncio.create_task(self._deliver(outputs, take))
+        self._tasks[request.id] = asyncio.create_task(self._deliver(outputs, on_output))
 
-    async def _deliver(self, outputs: AsyncIterator[Output], take: Take) -> None:
-        """Pass the outputs of a request on to its receiver."""
+    async def _deliver(self, outputs: AsyncIterator[Output], on_output: OutputCallback) -> None:
+        """Pass the outputs of a request on to its callback."""
         try:
             async for output in outputs:
-                take(output)
+                on_output(output)
         except Exception as error:
-            take(error)
+            on_output(error)
 
     async def _generate_until(self, request: Request, deadline: float) -> AsyncIterator[Output]:
         """The outputs of a request that ends at its deadline."""

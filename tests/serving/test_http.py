@@ -28,7 +28,7 @@ from meshwright.serving.prompts import Prompts
 from meshwright.serving.protocol.bodies import Body, CompletionBody, DetokenizeBody, parse_body
 from meshwright.serving.protocol.errors import ApiError
 from meshwright.serving.protocol.jobs import build_job
-from meshwright.serving.replica import Take
+from meshwright.serving.replica import OutputCallback
 from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import TokenResult
 from meshwright.serving.streaming import JobRunner
@@ -740,20 +740,20 @@ def test_non_finite_logits_are_error_of_their_request(
 
 
 class ManualEngine(FakeEngine):
-    """Gives outputs only when the test calls a request's receiver."""
+    """Gives outputs only when the test calls a request's callback."""
 
-    takes: dict[str, Take]
+    callbacks: dict[str, OutputCallback]
 
-    def submit(self, request: Request, take: Take) -> None:
-        self.takes[request.id] = take
+    def submit(self, request: Request, on_output: OutputCallback) -> None:
+        self.callbacks[request.id] = on_output
 
     def cancel(self, request_id: str) -> None:
-        self.takes.pop(request_id, None)
+        self.callbacks.pop(request_id, None)
 
 
 def test_choice_that_ends_at_a_stop_string_is_cancelled_while_others_go_on(prompts: Prompts):
     engine = ManualEngine(prompts)
-    engine.takes = {}
+    engine.callbacks = {}
     body = parse_body(CompletionBody, b'{"prompt": ["a", "b"], "stop": "quick", "max_tokens": 50}')
 
     async def run() -> None:
@@ -761,11 +761,11 @@ def test_choice_that_ends_at_a_stop_string_is_cancelled_while_others_go_on(promp
         running = JobRunner(engine, ServingMetrics(engine, "m"), HttpSettings("m")).start(job, lambda *_: None)
         first, second = (request.id for request in job.requests)
         tokens = iter(prompts.encode("The quick brown", add_start=False))
-        while first in engine.takes:
-            engine.takes[first](Output(first, [TokenResult(next(tokens))]))
-        assert not running.done() and list(engine.takes) == [second]
-        engine.takes[second](Output(second, [TokenResult(next(tokens))], "length"))
+        while first in engine.callbacks:
+            engine.callbacks[first](Output(first, [TokenResult(next(tokens))]))
+        assert not running.done() and list(engine.callbacks) == [second]
+        engine.callbacks[second](Output(second, [TokenResult(next(tokens))], "length"))
         await running
-        assert [choice.finish_reason for choice in job.choices] == ["stop", "length"] and not engine.takes
+        assert [choice.finish_reason for choice in job.choices] == ["stop", "length"] and not engine.callbacks
 
     asyncio.run(run())

@@ -2,9 +2,10 @@
 
 The tokens are multiplied in chunks, while other chunks are in flight. With sequence parallelism a chunk is the tokens
 of one rank, sent between pairs of ranks: an all-gather begins with the rank's own chunk, a reduce-scatter ends with it.
-Without it each chunk is all-reduced while the next is computed. Bytes are those of the collective call. Where PyTorch's
-symmetric memory serves the ranks (`choose_product_overlap`), its fused operators do the same with copy engines, but for
-the all-reduce. Custom operators, so that bytes are recorded, and faults injected into chunks, inside compiled blocks.
+Without it, a chunk is all-reduced while the next one is computed. Bytes are those of the collective call. Where
+PyTorch's symmetric memory serves the ranks (`choose_product_overlap`), its fused operators replace the chunks of
+all-gathers and reduce-scatters, but not of all-reduces. All are custom operators, so that inside compiled blocks too
+bytes are recorded and faults can be injected into chunks.
 
 Shapes: G ranks, B sequences of S tokens, s = S / G of them on a rank, N tokens of a chunk, X inputs and Y outputs of
 the product.
@@ -75,11 +76,13 @@ def multiply_gathered(
 
 
 def multiply_and_reduce(x_BSX: torch.Tensor, matrix_XY: torch.Tensor, axis: Axis, site: str) -> torch.Tensor:
-    """Return the sum [B, S, Y] over the ranks of `axis` of the product of `x_BSX` with `matrix_XY`; each chunk is
-    all-reduced in place. site: label of the calls in traces."""
+    """Return the sum [B, S, Y] over the ranks of `axis` of the product of `x_BSX` with `matrix_XY`, in G chunks of the
+    B x S tokens: a chunk is all-reduced, in place, while the next one is multiplied. site: label of the calls in
+    traces."""
     y_BSY = x_BSX.new_empty(*x_BSX.shape[:2], matrix_XY.shape[1])
     chunks = zip(*(each.flatten(0, 1).chunk(axis.size) for each in (x_BSX, y_BSY)), strict=True)
-    products = (torch.mm(x_NX, matrix_XY, out=y_NY) for x_NX, y_NY in chunks)  # each when the one before is posted
+    # A generator: a chunk is multiplied when the call of the one before it has been posted.
+    products = (torch.mm(x_NX, matrix_XY, out=y_NY) for x_NX, y_NY in chunks)
     for handle in [all_reduce(product_NY, axis, site, async_op=True) for product_NY in products]:
         handle.wait()
     return y_BSY
@@ -131,7 +134,9 @@ def _allocate_gathered(
 
 @custom_operator("meshwright::product_sum")
 def product_sum(x: torch.Tensor, matrix: torch.Tensor, axis: str, site: str, call: str) -> torch.Tensor:
-    """Run `multiply_and_scatter` (`call` "scatter") or `multiply_and_reduce` ("reduce"). axis: `Axis.key`."""
+    """Return the product of x [B, S, X] with matrix [X, Y], summed over the ranks of an axis. call: "scatter" for this
+    rank's tokens [B, s, Y] (`multiply_and_scatter`), "reduce" for all [B, S, Y] (`multiply_and_reduce`). axis:
+    `Axis.key`; site: label of the calls in traces."""
     multiply = multiply_and_scatter if call == "scatter" else multiply_and_reduce
     return multiply(x, matrix, find_axis(axis), site)
 

@@ -77,11 +77,11 @@ static void scale_row(const Op& op, long t, const float* in, float* out) {
 
 // --- mixture of experts ----------------------------------------------------------------------------------------------
 
-// Turns one token's router logits into scores (`mode`: `Router`) and chooses its experts. `best` has the best rating of
-// each group, of sigmoids the sum of the two best.
+// Turns one token's router logits into scores (`mode`: `Router`) and chooses its experts.
 static void route(const Op& op, long t, float* scores) {
     const Routing& r = op.routing;
     const long size = r.count / r.groups;
+    // `best`: the best rating of each group, with sigmoids the sum of its two best.
     float *rating = take_scratch(r.count + r.groups + 1), *best = rating + r.count;
     const float most = *std::max_element(scores, scores + r.count);
     Vec total = broadcast(0.0f);
@@ -132,7 +132,7 @@ struct Run {
     std::vector<Pairs> rounded;  // the rows of the current product: [inputs + 31][rounded_stride / 32][32]
     std::vector<QueryTile> tiles{};
     long spans = 1, tile_tokens = 1;  // most of any tile
-    // Of the current operation: items of a tile and head, floats of a span's results, rounded rows of each matrix.
+    // For the current operation: items of a tile and head, floats of a span's results, rounded rows of each matrix.
     long parts = 1, floats = 0, rows = 0;
     std::vector<long> done{}, ends{};  // parts of each tile and head; items up to the end of each matrix
 };
@@ -226,7 +226,8 @@ static void execute(const Op& op, Run& run, long item, long count) {
 // without a core delays the others only between taking items and counting them. A waiting thread prefetches the weights
 // that it multiplies next, unless they are experts'. As many threads as CPUs are bound to one each: beside other
 // processes the scheduler may leave two of them on one CPU for many milliseconds. The calling thread is bound
-// while it runs operations, if it is not on its CPU (system calls would take longer than a small operation).
+// while it runs operations, but only if it is on another CPU than its own: small operations take less time than the
+// system calls.
 struct Pool {
     explicit Pool(long threads) : ranges_(threads) {
         cpu_set_t all;
@@ -256,8 +257,8 @@ struct Pool {
     }
 
     static constexpr uint64_t BITS = 24, MASK = (1 << BITS) - 1;
-    // Of a wait: ticks of its spinning, ticks from a prefetch to the next (processors drop those that come faster than
-    // memory delivers), prefetched lines.
+    // Limits of a wait: ticks of spinning, ticks between two prefetches (processors drop prefetches that are issued
+    // faster than memory delivers), number of prefetched lines.
     static constexpr uint64_t MOST_TICKS = 100'000, LINE_TICKS = 4, MOST_LINES = 4096;
     static constexpr long MOST_ITEMS = 8, FEW_ITEMS = 4;  // taken at once; done by the thread that begins an operation
     struct alignas(64) Range {

@@ -31,10 +31,10 @@ def do_nothing() -> None:
 class Overlap(NamedTuple):
     """Overlap of the products of a tensor-parallel linear layer with their collective calls (`comm/products.py`).
 
-    `forward`, `backward`: the call of the output's product and of the input gradient's: "gather" (the operand is
-    all-gathered), "scatter" or "reduce" (the product is reduce-scattered or all-reduced); "": none. `saves_gathered`:
-    True if the gathered input is saved for backward, False if backward gathers it again. `axis`: `Axis.key` of the tp
-    ranks; `site`: label of the calls in traces."""
+    `forward`, `backward`: collective call that overlaps with the product of the output, and with that of the input
+    gradient: "gather" (the operand is all-gathered), "scatter" or "reduce" (the product is reduce-scattered or
+    all-reduced), or "" (none). `saves_gathered`: True if the gathered input is saved for backward, False if backward
+    gathers it again. `axis`: `Axis.key` of the tp ranks; `site`: label of the calls in traces."""
 
     forward: str
     backward: str

@@ -157,9 +157,10 @@ def linear(
 
     `queue`: backward defers the computation of the weight gradient to it; None: autograd computes the weight gradient.
     `taps`: dummy inputs whose gradients carry dy and x out of a compiled backward to the queue; None: a layer with a
-    queue runs outside of compiled graphs. `overlap`: the products overlap with their collective calls: with
-    slices of tokens, x or the result is this rank's; None: nothing is communicated. `ends_recompute`:
-    True for the last product of a block under full activation checkpointing: recomputation stops before it."""
+    queue runs outside of compiled graphs. `overlap`: overlap of the products with their collective calls; if
+    `overlap.forward` is "gather", x is this rank's token slice; if it is "scatter", the result is. None: nothing is
+    communicated. `ends_recompute`: True for the last product of a block under full activation checkpointing:
+    recomputation stops before it."""
     queued = queue is not None and torch.is_grad_enabled() and weight.requires_grad
     if overlap is None and not queued:
         return F.linear(x, weight, bias)
@@ -238,8 +239,9 @@ class _Linear(torch.autograd.Function):
 
 
 def _multiply_overlapped(x: Tensor, matrix: Tensor, overlap: Overlap, call: str, site: str) -> tuple[Tensor, Tensor]:
-    """Multiply `x` by `matrix` beside the collective `call`: "gather", "scatter" or "reduce". Return (the operand of
-    the weight gradient: `x`, gathered unless backward gathers it again; the product). `site`: label of the calls."""
+    """Multiply `x` by `matrix`, overlapped with the collective `call`: "gather", "scatter" or "reduce". Return (the
+    operand of the weight gradient: `x`, gathered unless backward gathers it again; the product). `site`: label of the
+    calls in traces."""
     if call != "gather":
         return x, torch.ops.meshwright.product_sum(x, matrix, overlap.axis, site, call)
     saves_gathered = overlap.saves_gathered or overlap.forward != "gather"

@@ -41,7 +41,7 @@ class GradientAccumulator:
     complete, their reduction over ranks starts.
 
     `units`: FSDP units by name, in the order of the parameter table; `parameters`: unit name -> its parameters;
-    `reducer`: reduces complete gradients."""
+    `reducer`: reduces complete gradients over ranks, also an attribute."""
 
     def __init__(
         self, units: Mapping[str, FsdpUnit], parameters: Mapping[str, Sequence[nn.Parameter]], reducer: GradientReducer

@@ -11,8 +11,7 @@ Communication: conjugate pairs of operators (comm/operators.py); what one does f
     enter: all-gather   | reduce-scatter     leave: reduce-scatter | all-gather      (g and its conjugate, with slices)
 
 Overlap: with `train.tensor_overlap` a product is computed in chunks while other chunks of its collective call are in
-flight (comm/products.py), else none inside a layer. The sums of partial gradients are in flight
-together.
+flight (comm/products.py), else none inside a layer. The sums of partial gradients are in flight together.
 Gradients: tensors that several ranks replicate and use for their own tokens or heads alone get partial gradients:
 norms, learned positions and biases after a reduce-scatter (sequence parallelism), norms of queries and keys, key-value
 heads that ranks share. The parameter table lists them; `PartialGradients` sums them once a step, all units together.
@@ -71,7 +70,7 @@ class TensorParallel(TensorOperations):
     def overlap(self, column: bool, site: str) -> Overlap | None:
         """Return the overlap of the products of a column-parallel (`column`) or row-parallel linear layer with their
         collective calls; None if there is none. `site`: label of the calls in traces."""
-        # Outside of compiled blocks the weight gradient covers all of this sum, and not all but one chunk of it.
+        # Outside of compiled blocks this all-reduce overlaps with the weight gradient; in chunks the last is exposed.
         in_one_call = column and not self.sequence_parallel and not torch.compiler.is_compiling()
         if self.trivial or in_one_call or self.axis.communicator.product_overlap == "off":
             return None

@@ -225,7 +225,8 @@ class GradientReducer:
         self._in_flight: deque[tuple[Handle, Callable[[], None]]] = deque()
         """Reductions, oldest first, and the functions to call at their completion."""
         self.launch: Callable[[Callable[[], None]], None] = lambda start: start()
-        """Called with the function that starts a reduction. A CUDA graph keeps it, to start it after each replay."""
+        """Called with a function that starts a reduction; by default it is called. The capture of a CUDA graph stores
+        the function, which is then called after each replay."""
         self.begin_step()
 
     def begin_step(self) -> None:

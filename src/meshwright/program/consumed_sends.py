@@ -1,5 +1,5 @@
-"""Detection of sent messages that a pipeline rank knows to be consumed, from the order in which other ranks send to
-it."""
+"""Facts that follow from the order of a pipeline rank's steps: sent messages that it knows to be consumed, from the
+order in which other ranks send to it, and forwards that are directly followed by their backward."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def list_rank_steps(program: PipelineProgram, rank: int) -> list[Row]:
 
 
 def find_followed_forwards(program: PipelineProgram, rank: int) -> set[tuple[int, int, int]]:
-    """Return the (stage, replica, micro-batch) of a rank's forwards that are directly followed by their own backward:
-    no other pass of the rank is between them."""
+    """Return (stage, replica, micro-batch) of each forward of a rank that is directly followed by its own backward (or
+    input-gradient pass): the rank runs no other pass between them."""
     found: set[tuple[int, int, int]] = set()
     before: tuple[int, int, int] | None = None
     for _, kind, stage, replica, micro_batch in list_rank_steps(program, rank):

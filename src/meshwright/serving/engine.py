@@ -299,15 +299,16 @@ class PipelineEngine(Engine):
 
 
 def _encode_results(results: Sequence[TokenResult], alternatives: int) -> torch.Tensor:
-    """Encode the sampled tokens `results` as one tensor, float64 [R, 2 + 2 x alternatives], to send: token ID,
-    log-probability, and both of each of the most likely tokens; NaN where there is none."""
+    """Encode the sampled tokens `results` as one tensor to send, float64 [R, 2 + 2 x alternatives]. A row has token ID
+    and log-probability of the sampled token, then of each of the most likely tokens; NaN: absent. alternatives: most
+    likely tokens of a row at most."""
     rows = [[result.token, result.logprob, *(each for pair in result.top for each in pair)] for result in results]
     width = 2 + 2 * alternatives
     return torch.from_numpy(np.array([[*row, *[None] * (width - len(row))] for row in rows], np.float64))
 
 
 def _decode_results(encoded: torch.Tensor) -> list[TokenResult]:
-    """Decode the sampled tokens that `_encode_results` encoded."""
+    """Decode the tensor [R, 2 + 2 x alternatives] of `_encode_results`."""
     results = list[TokenResult]()
     for token, logprob, *top in encoded.tolist():
         pairs = tuple((int(each), value) for each, value in zip(top[::2], top[1::2], strict=True) if each >= 0)

@@ -26,13 +26,13 @@ def parse_memory(text: str, host: HostMemory) -> int:
     """Convert the value of `--memory` to bytes: a fraction ("0.9") of the memory of the machine or its cgroup (`host`),
     or a size ("12GiB").
 
-    A fraction of more than the available memory gives the available memory. Raises UserError for any other text, and
-    for a size above the available memory.
+    A fraction of more than the available memory gives the available memory, and a number of 2^20 or more without a unit
+    is bytes. Raises UserError for any other text, and for a size above the available memory.
     """
     text = text.strip()
     if re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", text) and (fraction := float(text)) < 2**20:
         if not 0 < fraction <= 1:
-            right = f"a fraction is above 0 and at most 1, a size has a unit, such as {fraction:g}GiB"
+            right = "a fraction is above 0 and at most 1, a size has a unit, such as 12GiB"
             raise UserError(f"--memory {text}: {right}")
         return min(int(fraction * host.total), host.available)
     size = parse_bytes(text, "--memory (a fraction such as 0.9, or a size)")

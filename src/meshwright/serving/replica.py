@@ -28,37 +28,37 @@ MAX_DOUBLINGS = 4
 """How often the time limit of a step may be doubled, so that a rank that hangs is found."""
 
 
-Take = Callable[[Output | Exception], None]
-"""Receiver of a request's outputs; after an output with a finish reason, or an exception, none follows."""
+OutputCallback = Callable[[Output | Exception], None]
+"""Function that is called with each output of a request, on the event loop's thread, or with the error because of which
+the request cannot be finished. An output with a finish reason, or an error, is the last call. It must not raise."""
 
 
 class Stream:
-    """An unfinished request and the receiver of its outputs.
+    """An unfinished request, its tokens so far and the callback for its outputs.
 
     Attributes:
         request: The request.
-        take: Called with each output, on the event loop's thread, or with the error because of which the request cannot
-            be finished. It must not raise.
+        on_output: Called with each output or an error.
         tokens: IDs of the tokens generated so far.
         losses: Number of times that a rank was lost while the request ran; 0 again after each new token.
         replica: Replica (data-parallel copy of the model) that runs the request; None while no replica is ready.
         deadline: Timer that cancels the request; None without a deadline.
     """
 
-    def __init__(self, request: Request, take: Take) -> None:
+    def __init__(self, request: Request, on_output: OutputCallback) -> None:
         """Start without tokens; arguments: the attributes of the same names."""
-        self.request, self.take = request, take
+        self.request, self.on_output = request, on_output
         self.tokens: list[int] = []
         self.losses = 0
         self.replica: Replica | None = None
         self.deadline: asyncio.TimerHandle | None = None
 
     def put(self, output: Output) -> None:
-        """Count the tokens of an output of the engine, and pass it on to the receiver."""
+        """Store the tokens of an output of the engine, and pass it on to the callback."""
         if output.results:
             self.tokens += [result.token for result in output.results]
             self.losses = 0
-        self.take(output)
+        self.on_output(output)
 
     def make_resumed_request(self) -> Request:
         """Return a request that continues the answer on another replica, or on this replica after a restart. The tokens

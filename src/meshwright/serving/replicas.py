@@ -23,7 +23,7 @@ from meshwright.serving import messages
 from meshwright.serving.blocks import HashChain
 from meshwright.serving.messages import Message
 from meshwright.serving.rank_starter import JoinedStarter, LocalStarter, RankPlan
-from meshwright.serving.replica import Replica, Stream, Take
+from meshwright.serving.replica import OutputCallback, Replica, Stream
 from meshwright.serving.request import Output, Request
 from meshwright.serving.waiting_line import QueueForecast, QueueLimits, Refusal, Ticket, WaitingLine
 from meshwright.spec.block_tables import BLOCK_TOKENS
@@ -134,19 +134,19 @@ class Replicas:
         queue = QueueForecast(waiting, prompts, sum(prompts) + max(1, asked), predict, delay)
         return self._line.admit(ticket, len(requests), asked or ticket.tokens, queue)
 
-    def submit(self, request: Request, take: Take) -> None:
-        """Queue a request. take: called with each of its outputs, of which the last has a finish reason, or with the
-        error that ends it; it must not raise."""
+    def submit(self, request: Request, on_output: OutputCallback) -> None:
+        """Queue a request. on_output: called with each of its outputs, of which the last has a finish reason, or with
+        the error that ends it; it must not raise."""
         assert request.id not in self._streams, request.id
-        stream = self._streams[request.id] = Stream(request, take)
+        stream = self._streams[request.id] = Stream(request, on_output)
         if request.deadline is not None:
             left = max(0.0, request.deadline - time.time())
             stream.deadline = asyncio.get_running_loop().call_later(left, self._time_out, stream)
         self._dispatch(stream)
 
     def cancel(self, request_id: str) -> None:
-        """Cancel the request with the ID `request_id`, whose receiver gets nothing more. Unknown and finished requests
-        are ignored."""
+        """Cancel the request with the ID `request_id`, whose callback is not called again. Unknown and finished
+        requests are ignored."""
         if (stream := self._streams.get(request_id)) is not None:
             if stream.replica is not None:
                 self._send_message(stream.replica, {"cancel": request_id})
@@ -265,7 +265,7 @@ class Replicas:
             if stream.losses >= LOSSES_OF_REQUEST:
                 self._remove_request(stream)
                 reason = f"the request was running {stream.losses} times when a rank was lost, without progress"
-                stream.take(RankLost(reason))
+                stream.on_output(RankLost(reason))
             else:
                 self._dispatch(stream)
 
@@ -390,5 +390,5 @@ class Replicas:
         self.failure, self._state = error, "failed"
         for stream in list(self._streams.values()):
             self._remove_request(stream)
-            stream.take(RankLost(str(error)))
+            stream.on_output(RankLost(str(error)))
         self._changed.set()

@@ -65,12 +65,12 @@ class StepBatch:
 
     @property
     def keys(self) -> int:
-        """Number of keys to which the tokens attend without a window: those up to their own, summed over tokens."""
-        return sum(len(each.computed) * (each.computed.start + each.computed.stop + 1) // 2 for each in self.chunks)
+        """Number of keys to which the tokens attend without a window (those up to their own), summed over tokens."""
+        return sum(len(at) * (at.start + at.stop + 1) // 2 for at in (chunk.positions for chunk in self.chunks))
 
     def outputs(self) -> Iterator[tuple[Sequence, int]]:
         """Yield (sequence, position in the sequence) for each token whose logits are wanted, in order."""
-        return ((chunk.sequence, position) for chunk in self.chunks for position in chunk.wanted)
+        return ((chunk.sequence, position) for chunk in self.chunks for position in chunk.output_positions)
 
 
 class Scheduler:
@@ -167,13 +167,13 @@ class Scheduler:
         tokens or ended. results: from `sample_batch`, one result for each of the batch's R output rows."""
         outputs: list[Output] = []
         end = 0
-        for sequence, computed, wanted in batch.chunks:
-            begin, end = end, end + len(wanted)
+        for sequence, positions, output_positions in batch.chunks:
+            begin, end = end, end + len(output_positions)
             sequence.in_flight -= 1
             if sequence.finish_reason is not None:  # cancelled during the step, or ended by the batch before
                 if not sequence.in_flight:
                     self._release(sequence)
-            elif (output := self._record_tokens(sequence, len(computed), results[begin:end])) is not None:
+            elif (output := self._record_tokens(sequence, len(positions), results[begin:end])) is not None:
                 outputs.append(output)
         assert len(results) == end
         return outputs
@@ -299,16 +299,16 @@ class Scheduler:
         tokens, positions, starts, context = array("i"), array("i"), array("i", [0]), array("i")
         slots = [array("i") for _ in self.windows]
         output_rows: list[int] = []
-        for sequence, computed, wanted in picked:
+        for sequence, own, wanted in picked:
             sequence.in_flight += 1
-            offset = len(tokens) - computed.start
+            offset = len(tokens) - own.start
             output_rows.extend(range(offset + wanted.start, offset + wanted.stop))
-            tokens += sequence.tokens[computed.start : computed.stop] or array("i", [0])
-            positions.extend(computed)
+            tokens += sequence.tokens[own.start : own.stop] or array("i", [0])
+            positions.extend(own)
             starts.append(len(tokens))
-            context.append(computed.stop)
+            context.append(own.stop)
             for blocks, found in zip(sequence.tables, slots, strict=True):
-                found.extend([blocks[at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS for at in computed])
+                found.extend([blocks[at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS for at in own])
         width = count_blocks(max(context))
         tables = np.zeros((len(slots), len(picked), width), np.int32)
         for place, chunk in enumerate(picked):

@@ -26,8 +26,8 @@ class Sequence:
         paused: True if it keeps its KV blocks until more can be allocated safely.
         age: Serial number of its admission, from 0: a larger number means a younger sequence. -1 before admission.
         admitted: Time of its admission in seconds of `time.perf_counter`; 0 before.
-        tables: Its block tables: indices of the KV blocks so far, one per 16 positions; 0 where a block has been
-            released.
+        tables: Its block tables: each has the indices of its KV blocks so far, one per 16 positions; 0 where a block
+            has been released.
         released: For each block table, number of its first KV blocks that have been released.
         scores_prompt: True if the prompt's log-probabilities are requested; False for a request that runs again after a
             lost rank, since the log-probabilities were sent before.
@@ -110,14 +110,14 @@ class Sequence:
 
 
 class Chunk(NamedTuple):
-    """Tokens of one sequence in a step.
+    """Consecutive tokens of one sequence that a step computes.
 
     Attributes:
         sequence: State of the sequence.
-        computed: Positions of the tokens in the sequence.
-        wanted: Those of the positions whose logits are wanted.
+        positions: Positions of the tokens in the sequence.
+        output_positions: Those of them whose logits are wanted; may be empty.
     """
 
     sequence: Sequence
-    computed: range
-    wanted: range
+    positions: range
+    output_positions: range

@@ -37,8 +37,8 @@ class StepTimes:
     def __init__(self) -> None:
         """Start without observations."""
         self.coefficients = 0.0, 0.0, 0.0
-        self._products = [0.0] * 6  # of the features, weighted: 1 1, 1 tokens, 1 keys, tokens tokens, tokens keys ...
-        self._targets = [0.0] * 3  # of the features with the seconds
+        self._products = [0.0] * 6  # weighted sums of products of features: 1 1, 1 t, 1 k, t t, t k, k k
+        self._targets = [0.0] * 3  # weighted sums of features times seconds
         self._typical_error = 1.0  # relative; moving average
 
     def predict(self, tokens: float, keys: float) -> float:
@@ -65,7 +65,7 @@ class StepTimes:
         ]
         (ones, ab, ac, bb, bc, cc), (target_a, target_b, target_c) = self._products, self._targets
         a, b, c = self.coefficients
-        for _ in range(SWEEPS):  # written out, as every step takes this time of the processor
+        for _ in range(SWEEPS):  # unrolled, because it runs after every step
             a = max(0.0, (target_a - ab * b - ac * c) / ones)
             b = max(0.0, (target_b - ab * a - bc * c) / bb) if bb else b
             c = max(0.0, (target_c - ac * a - bc * b) / cc) if cc else c

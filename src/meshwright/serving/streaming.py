@@ -23,7 +23,7 @@ from meshwright.serving.request import Output, Request
 from meshwright.serving.waiting_line import Ticket
 
 ABORT = "meshwright.abort"  # key of the ASGI scope: function that drops the connection
-Take = Callable[[Choice, Piece], None]
+PieceCallback = Callable[[Choice, Piece], None]
 
 
 class SlowReader(Exception):
@@ -66,11 +66,13 @@ class JobRunner:
             self._metrics.refuse(refusal.reason)
             raise make_refusal_error(refusal)
 
-    def start(self, job: Job, take: Take) -> asyncio.Future[None]:
-        """Submit all requests of a job to the engine; `take(choice, piece)` is called for each new piece of text.
-        Return the future that gets a result when all choices have finished; an error of the engine, or one that `take`
-        raises, becomes its exception. Requests that are unfinished when it ends or is cancelled are cancelled. Raises
-        ApiError if the requests are refused, with status 400 if they are more than an idle engine runs and queues."""
+    def start(self, job: Job, on_piece: PieceCallback) -> asyncio.Future[None]:
+        """Submit all requests of a job to the engine. Return a future that is done when all choices have finished; an
+        error of the engine or of `on_piece` becomes its exception. When it is done or cancelled, unfinished requests
+        are cancelled.
+
+        on_piece: called with (choice, piece) for each new piece of text. Raises ApiError if the requests are refused,
+        with status 400 if they are more than an idle engine runs and queues."""
         if len(job.requests) > (most := self._client.max_requests):
             message = f"n: prompts x n should be at most {most}, the requests that this server runs and queues"
             raise ApiError(400, message, param="n")
@@ -78,7 +80,7 @@ class JobRunner:
         run: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         run.add_done_callback(lambda _: self._cancel_unfinished(job))
         for choice in job.choices:
-            self._client.submit(choice.request, partial(self._receive, job, choice, take, run))
+            self._client.submit(choice.request, partial(self._receive, job, choice, on_piece, run))
         return run
 
     def _cancel_unfinished(self, job: Job) -> None:
@@ -89,10 +91,10 @@ class JobRunner:
                 self._metrics.finish(choice, "abort")
 
     def _receive(
-        self, job: Job, choice: Choice, take: Take, run: asyncio.Future[None], output: Output | Exception
+        self, job: Job, choice: Choice, on_piece: PieceCallback, run: asyncio.Future[None], output: Output | Exception
     ) -> None:
-        """Handle an `output` of the engine, or its error, for a choice of `job`: call `take` with the choice and its
-        new piece of text, and end `run`, the job's future, after the last choice or an error."""
+        """Handle an `output` of the engine, or its error, for a choice of `job`: call `on_piece` with the choice and
+        its new piece of text, and end `run`, the job's future, after the last choice or an error."""
         if run.done():
             return
         try:
@@ -105,12 +107,12 @@ class JobRunner:
             with convert_panics():
                 piece = choice.push(output)
             self._metrics.observe(choice, piece, before)
-            take(choice, piece)
+            on_piece(choice, piece)
         except Exception as error:
             run.set_exception(error)
             return
         if piece.finish_reason is not None:
-            self._client.cancel(choice.request.id)  # of which the engine does not know at a stop string
+            self._client.cancel(choice.request.id)  # the engine does not know that a stop string has ended it
             if all(each.finish_reason is not None for each in job.choices):
                 run.set_result(None)
 

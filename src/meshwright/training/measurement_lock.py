@@ -1,4 +1,4 @@
-"""Lock of a machine's measurements: of several starts, one measures and the others wait. Free of torch."""
+"""File lock for measurements of this machine: one process measures at a time, and others wait. Free of torch."""
 
 from __future__ import annotations
 

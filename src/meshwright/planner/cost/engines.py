@@ -47,8 +47,8 @@ class Engine:
         wide_parameters: True if persistent parameters are float32 only, and 16-bit copies are temporary.
         gradient_bytes: Bytes of an element of the gradients that are accumulated over micro-batches and reduced between
             ranks.
-        held_gradient_bytes: The same in the memory ledger, where runs without the options of published recipes hold
-            wider gradients; None: `gradient_bytes`.
+        held_gradient_bytes: Bytes of an element of these gradients in the memory ledger, which assumes the wider ones
+            of runs without the options of published recipes; None: `gradient_bytes`.
         saves: Activations that a layer saves for the backward: the list of memory/published.toml.
         holds_gradients: True if ZeRO-2 and ZeRO-3 reduce gradients once a step only, so that each rank holds them
             unsharded while micro-batches follow one another.
@@ -143,9 +143,10 @@ class Engine:
         return replace(self, stops_early=False) if self.name == "meshwright" else self
 
     def overlapped(self, setting: str, device: str, graphs: bool = False) -> Engine:
-        """Return this engine with tensor-parallel products that overlap with their collectives, if a run of the engine
-        `meshwright` has them, and without overlap of data parallelism with a CUDA graph. setting:
-        `train.tensor_overlap`; device: "cpu" or "cuda"; graphs: `train.cuda_graphs`."""
+        """Return this engine with the overlap of communication that a recipe's run has: tensor-parallel products of
+        `meshwright` overlap with their collectives if `setting` says so; with a CUDA graph, data parallelism does not
+        overlap with anything. setting: `train.tensor_overlap`; device: "cpu" or "cuda"; graphs: `train.cuda_graphs`.
+        """
         overlaps = self.name == "meshwright" and (setting == "chunks" or (setting == "auto" and device == "cuda"))
         found = replace(self, overlaps_tensor="products") if overlaps else self
         return replace(found, overlaps_data=False) if graphs and device == "cuda" else found

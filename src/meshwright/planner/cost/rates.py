@@ -124,8 +124,8 @@ def architecture_family(architecture: str) -> str:
 
 @cache
 def attention_rates(kernel: AttentionKernel, architecture: str) -> tuple[float, float]:
-    """Return the fractions of the peak FLOP/s that a flash attention kernel reaches in (forward, backward): on the
-    architecture, else on its family, else, since Hopper, on Hopper, else anywhere.
+    """Return the fractions of the peak FLOP/s that a flash attention kernel reaches in (forward, backward). The first
+    known rates count: those of the architecture, of its family, of Hopper (not for earlier families), of any device.
 
     kernel: such as "flash-2"; architecture: architecture of the device, such as "Blackwell Ultra"."""
     found = constants()["attention"]

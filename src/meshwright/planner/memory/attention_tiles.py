@@ -153,12 +153,12 @@ def _replay_backward(attention: TiledAttention) -> list[Allocation]:
 
 
 Assignment = tuple[dict[str, int], int]
-"""({variable: bytes of a new tensor}, bytes of temporaries meanwhile). The old tensors of the variables are freed after
-all new ones are allocated."""
+"""Allocations at one point: ({variable: bytes of its new tensor}, bytes of temporaries at that point). The old tensors
+of the variables are freed after all new ones are allocated."""
 
 
 def _list_row_assignments(of: TiledAttention) -> Iterator[Assignment]:
-    """Yield the assignments of the loops over sequences and key-value heads, in order.
+    """Yield the assignments of tensors in backward's loops over groups of sequences and of key-value heads, in order.
 
     If every sequence is one document, all groups of sequences are alike and only the first two are replayed: the
     second, because tensors of the first are still allocated when it begins."""
@@ -185,8 +185,8 @@ def _worst_masks(of: TiledAttention, rows: int, tiles: Sequence[Tile]) -> int:
 
 
 def _list_tile_assignments(of: TiledAttention, rows: int, kv_heads: int, tiles: Sequence[Tile]) -> Iterator[Assignment]:
-    """Yield the assignments for one group of sequences and key-value heads. rows, kv_heads: numbers of sequences and
-    heads; tiles: tiles of one sequence."""
+    """Yield the assignments of tensors for one group of sequences and key-value heads. rows, kv_heads: numbers of
+    sequences and heads; tiles: tiles of one sequence."""
     x, wide = of.itemsize, of.sum_itemsize
     together = rows == 1 or kv_heads == 1  # then rows and heads are one dimension, wherever they lie
     head_after_head = together or (of.rotated and kv_heads == of.kv_heads)

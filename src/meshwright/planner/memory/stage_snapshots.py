@@ -121,7 +121,7 @@ class StageSnapshots:
             yield from computed.snapshots("layer_forward")
 
     def _loss(self, again: bool) -> temporaries.Pass:
-        """Return a pass through the head. again: True in the backward."""
+        """Return the sizes of a pass through the loss. again: see `loss_pass`."""
         known = {"compiled_loss": self.compiled, "both_ends": self.both_ends}
         return temporaries.loss_pass(self.batch, self.saved, again, **known)
 

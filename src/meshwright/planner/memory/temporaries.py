@@ -152,7 +152,7 @@ def adapter_sizes(batch: MicroBatch, layer: int) -> dict[str, Number]:
 def loss_pass(batch: MicroBatch, saved: Sequence[Allocation], again: bool, **known: bool) -> Pass:
     """Return the sizes of a pass through the loss, from which its memory snapshots are computed. saved: saved
     activations of the stage; again: True for the backward of a loss whose forward saved no gradient, so that the loss
-    is computed again; known: further properties, which conditions test: "compiled_loss", "both_ends"."""
+    is computed again; known: properties "compiled_loss" and "both_ends" for conditions of `tensors.toml`."""
     config, x = batch.config, batch.itemsize
     chunks = batch.loss_chunks if config.head in ("next", "masked") else []
     longest, several = max(chunks, default=0), len(chunks) > 1
