@@ -240,7 +240,17 @@ def test_every_example_is_valid():
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("4096", 4096), ("64MiB", 64 << 20), ("1GB", 10**9), ("1.5 KiB", 1536), ("2kb", 2000), ("1e3", 1000), ("0", 0)],
+    [
+        ("4096", 4096),
+        ("64MiB", 64 << 20),
+        ("1GB", 10**9),
+        ("1.5 KiB", 1536),
+        ("2kb", 2000),
+        ("1e3", 1000),
+        ("0.3kb", 300),
+        ("0.3KiB", 307),
+        ("0", 0),
+    ],
 )
 def test_byte_counts_are_parsed_with_units(text: str, value: int):
     assert parse_bytes(text) == value
@@ -251,7 +261,9 @@ def test_times_and_rates():
     assert parse_rate("25GB/s") == 25e9 and parse_rate("100Mbit/s") == 12.5e6 and parse_rate("1GiB/s") == 2**30
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "-4", "4 parsecs", "1.5", "1..5GB", "nan", "inf", "1e400", "5us", "٣"])
+@pytest.mark.parametrize(
+    "text", ["", "MiB", "-4", "4 parsecs", "1.5", "1.5B", "1..5GB", "nan", "inf", "1e400", "5us", "٣"]
+)
 def test_invalid_byte_counts_are_refused(text: str):
     with pytest.raises(UserError):
         parse_bytes(text)

@@ -635,7 +635,7 @@ class PanicException(BaseException):
     """What a panic of a Rust library looks like."""
 
 
-@pytest.mark.parametrize("method", ["encode", "create_detokenizer"])
+@pytest.mark.parametrize("method", ["encode", "create_detokenizer", "get_token_text"])
 @pytest.mark.parametrize("stream", [True, False])
 def test_tokenizer_panic_is_error_of_one_request(
     http: httpx.Client, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, method: str, stream: bool
@@ -643,11 +643,11 @@ def test_tokenizer_panic_is_error_of_one_request(
     def panic(*_: object) -> None:
         raise PanicException("a secret prompt")
 
-    broken = panic if method == "encode" else lambda _: SimpleNamespace(push=panic, rest=panic)
+    broken = (lambda _: SimpleNamespace(push=panic, rest=panic)) if method == "create_detokenizer" else panic
     with monkeypatch.context() as patched:
         patched.setattr(prompts, method, broken)
-        answer = http.post("/v1/completions", json={"prompt": "x", "stream": stream})
-    assert answer.status_code == (200 if stream and method == "create_detokenizer" else 500)
+        answer = http.post("/v1/completions", json={"prompt": "x", "stream": stream, "logprobs": 1})
+    assert answer.status_code == (200 if stream and method != "encode" else 500)
     assert '"code":"internal_error"' in answer.text and "secret" not in answer.text
     assert http.post("/v1/completions", json={"prompt": "x", "stream": stream}).is_success
 

@@ -23,7 +23,10 @@ HOST = HostMemory(16 * GIB, 12 * GIB, "control group")
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("0.5", 8 * GIB), ("0.9", 12 * GIB), ("1", 12 * GIB), ("12GiB", 12 * GIB), (" 1.5 gib", 1.5 * GIB), ("3GB", 3e9)],
+    [
+        *(("0.5", 8 * GIB), ("0.9", 12 * GIB), ("1", 12 * GIB), ("12GiB", 12 * GIB), (" 1.5 gib", 1.5 * GIB)),
+        *(("3GB", 3e9), ("2.3GiB", 2.3 * GIB)),
+    ],
 )
 def test_memory_is_fraction_of_limit_or_size(text: str, expected: float):
     assert parse_memory(text, HOST) == int(expected)

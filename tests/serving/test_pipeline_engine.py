@@ -14,9 +14,10 @@ from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.planner.serving.ledger import ServingSizes
 from meshwright.program.pipeline import Kind
+from meshwright.serving import engine as engine_module
 from meshwright.serving.engine import Engine, PipelineEngine, derive_steady_state
 from meshwright.serving.request import Request
-from meshwright.serving.sampling import Sampling
+from meshwright.serving.sampling import Sampling, TokenResult
 from meshwright.serving.scheduler import Scheduler, StepBatch
 from tests.serving.pool_checks import check_scheduler
 
@@ -47,17 +48,22 @@ class FakeRunner:
         return {}
 
 
-def run_engine(engine: Any, seed: int) -> dict[str, tuple[list[int], str]]:
-    """Tokens and end of each request of a random sequence of arrivals and cancels."""
+Answers = dict[str, tuple[list[TokenResult], str]]
+
+
+def run_engine(engine: Any, seed: int) -> Answers:
+    """Tokens with log-probabilities and end of each request of a random sequence of arrivals and cancels."""
     draw = random.Random(seed)
-    found: dict[str, tuple[list[int], str]] = {}
-    tokens: dict[str, list[int]] = {}
+    found: Answers = {}
+    tokens: dict[str, list[TokenResult]] = {}
     waiting = [
         Request(
             f"r{number}",
             tuple(draw.randrange(VOCABULARY) for _ in range(draw.randrange(1, 60))),
             Sampling(
-                max_tokens=draw.randrange(0, 20), logprobs=draw.choice([None, 20]), temperature=draw.choice([0, 1])
+                max_tokens=draw.randrange(0, 20),
+                logprobs=draw.choice([None, 0, 20]) if number else 2**13,
+                temperature=draw.choice([0, 1]),
             ),
         )
         for number in range(25)
@@ -72,7 +78,7 @@ def run_engine(engine: Any, seed: int) -> dict[str, tuple[list[int], str]]:
         if not waiting and engine.idle:
             break
         for output in engine.step() if not engine.idle else []:
-            tokens.setdefault(output.request_id, []).extend(result.token for result in output.results)
+            tokens.setdefault(output.request_id, []).extend(output.results)
             if output.finish_reason is not None:
                 found[output.request_id] = tokens.pop(output.request_id), output.finish_reason
     check_scheduler(engine.scheduler)
@@ -84,11 +90,15 @@ def make_scheduler(groups: int) -> Scheduler:
     return Scheduler(ServingSizes(32, 8, 80, blocks=24, scored_rows=0), groups=groups)
 
 
-def run_rank(layout: str, seeds: list[int]) -> list[dict[str, tuple[list[int], str]]]:
-    """The answers of a rank of a pipeline."""
+def run_rank(layout: str, seeds: list[int]) -> list[Answers]:
+    """The answers of a rank of a pipeline; no message has more alternatives than the vocabulary."""
     mesh = Mesh.create(Layout.parse(layout))
     runner = FakeRunner(mesh.pp.rank, mesh.pp.size)
-    found = [run_engine(PipelineEngine(runner, make_scheduler(mesh.pp.size), mesh), seed) for seed in seeds]
+    decode, widths = engine_module._decode_results, [0]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(engine_module, "_decode_results", lambda sent: widths.append(sent.shape[1]) or decode(sent))
+        found = [run_engine(PipelineEngine(runner, make_scheduler(mesh.pp.size), mesh), seed) for seed in seeds]
+    assert max(widths) == (0 if runner.last else 2 + 2 * VOCABULARY)
     mesh.close()
     return found
 

@@ -102,7 +102,7 @@ def lose_the_first_rank(wait: Callable[[pytest.MonkeyPatch], None], outcome: Pat
     ("wait", "message"),
     [
         (wait_for_the_address, "rank 1 had no answer from rank 0 in serving.leader"),
-        (wait_for_the_plan, "rank 0 ended, or timed out, before it sent the server's settings"),
+        (wait_for_the_plan, "a rank ended or timed out before rank 0's settings reached all"),
     ],
 )
 def test_rank_lost_while_loading_is_no_internal_error(

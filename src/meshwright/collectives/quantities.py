@@ -19,13 +19,13 @@ BYTES_PER_SECOND = {
 
 
 def parse_bytes(text: str, where: str = "bytes") -> int:
-    """Parse a size such as `4096`, `64MiB` (2^20 bytes each) or `1GB` (10^9) and return the bytes. where: prefix of
-    error messages.
+    """Parse a size such as `4096`, `64MiB` (2^20 bytes each) or `1GB` (10^9) and return the bytes, rounded down
+    (12.3GiB are no whole number). where: prefix of error messages.
 
-    Raises UserError for invalid text.
+    Raises UserError for invalid text, and for a fraction of single bytes.
     """
     value = _parse_quantity(text, BYTES, where, "a size such as 4096, 64MiB or 1GB")
-    if value != int(value):
+    if value != int(value) and not re.search("[kmgt]i?b$", text.strip().lower()):
         raise UserError(f"{where}: {text} is not a whole number of bytes")
     return int(value)
 

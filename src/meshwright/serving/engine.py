@@ -276,6 +276,7 @@ class PipelineEngine(Engine):
         tokens, which go to the previous stage. number: slot (call of `step`) in which the batch was scheduled."""
         options = [chunk.sequence.request.sampling for chunk in batch.chunks]
         alternatives = max(max(each.logprobs or 0, each.prompt_logprobs or 0) for each in options)
+        alternatives = min(alternatives, self.runner.config.vocabulary)  # no token has more
         if kind == Kind.RECEIVE_FORWARD:
             tensor = self._hidden.setdefault(number, torch.empty(len(batch.tokens), self.runner.config.hidden))
         elif kind == Kind.SEND_FORWARD:

@@ -103,8 +103,9 @@ class HttpApp:
         given = request.headers.get("x-request-id", "")
         name = request.state.request_id = given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
         try:
-            value = self._find_endpoint(request)(request)
-            value = await value if isawaitable(value) else value
+            with convert_panics():
+                value = self._find_endpoint(request)(request)
+                value = await value if isawaitable(value) else value
             response = value if isinstance(value, Response) else Response(to_json(value), media_type="application/json")
         except (ClientLeft, ClientDisconnect):
             response = Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -156,8 +157,7 @@ class HttpApp:
             body = parse_body(model, data)
             self._check_model(getattr(body, "model", None) or self.settings.model)
             try:
-                with convert_panics():
-                    return use(body)
+                return use(body)
             except UserError as error:
                 raise make_option_error(error, model) from None
 

@@ -108,9 +108,8 @@ def run_on_ranks(
     sizes = plan_offline(directory, layout, dtype)
     for request in requests:
         request.check_length(sizes.max_length)
-    plan = RankPlan(
-        str(directory.resolve()), str(layout), sizes, step_seconds=_STEP_SECONDS, instruction_set=instruction_set
-    )  # fmt: skip
+    checkpoint = str(directory.resolve())
+    plan = RankPlan(checkpoint, str(layout), sizes, step_seconds=_STEP_SECONDS, instruction_set=instruction_set)
     outputs = queue.SimpleQueue[Output | Exception]()
     replicas = Replicas(plan, LocalStarter())
 

@@ -63,7 +63,7 @@ def serve_joined(plan: RankPlan | None, device: str) -> None:
     try:
         dist.broadcast_object_list(shared)
     except RuntimeError as error:  # of the process group: a connection is closed, or the time limit has passed
-        raise RankLost("rank 0 ended, or timed out, before it sent the server's settings; see its output") from error
+        raise RankLost("a rank ended or timed out before rank 0's settings reached all; see their output") from error
     assert shared[0] is not None
     mesh = Mesh.create(Layout.parse(shared[0].layout), device, timeout_seconds=shared[0].collective_seconds)
     serve_mesh(shared[0], mesh, mesh.dp.rank)

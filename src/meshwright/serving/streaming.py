@@ -104,10 +104,10 @@ class JobRunner:
                 status, message, code = FAILED_ENDS[output.finish_reason]
                 raise ApiError(status, message, code=code)
             before = choice.last_token
-            with convert_panics():
+            with convert_panics():  # of the tokenizer, which events with log-probabilities use too
                 piece = choice.push(output)
-            self._metrics.observe(choice, piece, before)
-            on_piece(choice, piece)
+                self._metrics.observe(choice, piece, before)
+                on_piece(choice, piece)
         except Exception as error:
             run.set_exception(error)
             return
