@@ -278,15 +278,31 @@ def test_cublas_workspace_depends_on_architecture():
     assert peak("Blackwell") == peak("Ampere") and peak("CDNA3") - peak("Ampere") == 2 * (128 * 2**20 - small)
 
 
-def test_calls_of_data_parallelism_of_a_recipe_with_cuda_graphs_are_exposed(tiny_recipe: Path):
+def plan_graphs(recipe: Path, *layout: str, **options: Any) -> tuple[Estimate, ...]:
+    """Return the fastest layout of a recipe on two GPUs, without and with `train.cuda_graphs`."""
     found = []
     for setting in ("false", "true"):
-        text = tiny_recipe.read_text().replace("[train]", f"[train]\ncuda_graphs = {setting}")
-        path = tiny_recipe.parent / f"{setting}.toml"
-        path.write_text(text)
-        found.append(plan(str(path), "2xh100-sxm", "dp2 zero1").best.time)
-    overlapped, exposed = (each.breakdown["data"] for each in found)
-    assert overlapped < exposed and found[0].seconds < found[1].seconds
+        path = recipe.with_name(f"{setting}.toml")
+        path.write_text(recipe.read_text().replace("[train]", f"[train]\ncuda_graphs = {setting}"))
+        found.append(plan(str(path), "2xh100-sxm", *layout, **options).best)
+    return tuple(found)
+
+
+def test_cuda_graphs_of_a_recipe_expose_calls_of_data_parallelism_and_end_the_wait_for_the_host(tiny_recipe: Path):
+    launched, graphed = (each.time.breakdown for each in plan_graphs(tiny_recipe, "dp2 zero1"))
+    assert launched["data"] < graphed["data"]
+    assert graphed["compute"] < launched["compute"] / 2  # the model is tiny
+    launched, graphed = (each.time.breakdown for each in plan_graphs(tiny_recipe, "dp2 zero1", engine="megatron-core"))
+    assert launched == graphed
+
+
+def test_search_for_a_recipe_with_cuda_graphs_finds_what_train_accepts(tiny_recipe: Path):
+    launched, graphed = plan_graphs(tiny_recipe)
+    assert launched.layout.pp == 2 and graphed.layout.dp == 2 and graphed.layout.zero < 2
+    refused = "meshwright train refuses it: train.cuda_graphs is for dp with zero0 or zero1 alone"
+    for layout, lines in (("tp2", [[], [refused]]), ("dp2 zero2", [[], [refused]]), ("dp2 zero1", [[], []])):
+        found = plan_graphs(tiny_recipe, layout)
+        assert [[line for line in each.warnings if "refuses" in line] for each in found] == lines
 
 
 def test_memory_of_a_recipe_with_cuda_graphs_has_workspaces_of_the_capture(tiny_recipe: Path):
