@@ -299,8 +299,8 @@ class GradientReducer:
         backward pass to 0. Then all-reduce over pp the gradients of units that several pipeline ranks hold."""
         while self._in_flight:
             self._wait_for_oldest()
-        for handle in self._replica_sums:
-            handle.wait()
+        while self._replica_sums:
+            self._replica_sums.pop(0).wait()
         for name in self._stale:
             self._units[name].gradient.zero_()  # no backward pass went through it
         tied = [
