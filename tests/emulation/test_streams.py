@@ -148,7 +148,7 @@ FAULTS = {  # layout, owner, function, text, replacement
     ),
     "replicas' sums are not waited for": (
         *("dp4 zero2 hs2", zero.GradientReducer, "finish"),
-        *("for handle in self._replica_sums:", "for handle in ():"),
+        *("self._replica_sums.pop(0).wait()", "self._replica_sums.pop(0)"),
     ),
     "tied embedding's sum is not waited for": (
         *("pp2 mb2", zero.GradientReducer, "finish", "for handle in tied:", "for handle in ():"),
@@ -474,12 +474,12 @@ def test_reordered_calls_of_one_rank_are_a_circular_wait_although_results_are_ri
     )
     post = (
         "self._replica_sums += [all_reduce(unit.gradient, unit.axes.replica, REPLICA_SITE, async_op=True)"
-        " for unit in self.__dict__.pop('late', [])]\n    for handle in self._replica_sums:"
+        " for unit in self.__dict__.pop('late', [])]\n    while self._replica_sums:"
     )
     with (
         StreamRanks(4) as ranks,
         edited(reducer, "_add_to_shard", "if last and not unit.axes.replica.trivial:", late),
-        edited(reducer, "finish", "for handle in self._replica_sums:", post),
+        edited(reducer, "finish", "while self._replica_sums:", post),
     ):
         assert find_difference(plain, train(ranks, Layout.parse(text))) is None
         found = find_circular_wait(read_calls(ranks))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model.transformer import Transformer
+from meshwright.parallel import zero
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
@@ -53,3 +56,26 @@ def test_products_on_a_gpu_are_added_in_float32_without_rounding(monkeypatch: py
     exact = sum(dy.double().T @ x.double() for dy, x in operands)
     error = float((total.double() - exact).norm() / exact.norm())
     assert error < 1e-6 if cuda else 1e-3 < error < 1e-2
+
+
+def test_reductions_that_start_again_wait_for_their_own_sums_alone(monkeypatch: pytest.MonkeyPatch):
+    """As those of a CUDA graph after each replay."""
+    handles: list[mock.Mock] = []
+
+    def post(*_: Any, **__: Any) -> mock.Mock:
+        handles.append(mock.Mock())
+        return handles[-1]
+
+    monkeypatch.setattr(zero, "reduce_scatter", post)
+    monkeypatch.setattr(zero, "all_reduce", post)
+    axes = SimpleNamespace(shard=None, replica=SimpleNamespace(trivial=False), tied=None)
+    flat = SimpleNamespace(view_parameters=lambda buffer: [buffer])
+    buffer = torch.zeros(4)
+    unit: Any = SimpleNamespace(zero=1, axes=axes, flat=flat, unsharded_gradient=buffer, gradient=buffer[:2])
+    reducer, starts = zero.GradientReducer({"layer": unit}, mock.Mock()), list[Any]()
+    reducer.launch = starts.append
+    reducer.reduce("layer", last=True)
+    for _ in range(2):
+        starts[0]()
+        reducer.finish()
+    assert [handle.wait.call_count for handle in handles] == [1] * 4  # two reduce-scatters, two sums over replicas

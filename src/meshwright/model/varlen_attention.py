@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.model import attention_operator as operator
+from meshwright.model import attention_operator as attention_op
 from meshwright.model.documents import Documents, move
 from meshwright.spec.chunks import pad_document_count
 
@@ -185,7 +185,7 @@ def _compute_attention(
     """
     found = flash_forward(q_BNSD, k_BKSD, v_BKSD, _make_causal_call(q_BNSD, tensors, window, scale))
     if sinks is not None:
-        operator.add_sinks(*found, sinks[:, None])
+        attention_op.add_sinks(*found, sinks[:, None])
     return found
 
 
@@ -201,9 +201,9 @@ def _compute_gradients(
     """
     found = flash_backward(d_out_BNSD, saved, _make_causal_call(d_out_BNSD, tensors, window, scale))
     if sinks is None:
-        return *found, operator.empty_gradient(d_out_BNSD, None)
+        return *found, attention_op.empty_gradient(d_out_BNSD, None)
     out, log_sum = saved[3:]
-    return *found, operator.compute_sink_gradients(sinks, log_sum, (d_out_BNSD.float() * out).sum(dim=-1))
+    return *found, attention_op.compute_sink_gradients(sinks, log_sum, (d_out_BNSD.float() * out).sum(dim=-1))
 
 
 def _make_causal_call(q_BNSD: Tensor, tensors: list[Tensor], window: int, scale: float | None) -> FlashCall:
@@ -223,7 +223,7 @@ def _empty_results(q_BNSD: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Return an uninitialised output [B, N, S, D] and log-sum-exp [B, N, S] for queries `q_BNSD`: fake implementation
     of the operator, for torch.compile. `rest`: ignored."""
     rows, heads, tokens, _ = q_BNSD.shape
-    return operator.empty_bsnd(q_BNSD), q_BNSD.new_empty((heads, rows, tokens), dtype=torch.float32).transpose(0, 1)
+    return attention_op.empty_bsnd(q_BNSD), q_BNSD.new_empty(heads, rows, tokens, dtype=torch.float32).transpose(0, 1)
 
 
-operator.register_attention("varlen_attention", _compute_attention, _compute_gradients, _empty_results)
+attention_op.register_attention("varlen_attention", _compute_attention, _compute_gradients, _empty_results)

@@ -28,7 +28,7 @@ from meshwright.comm.handle import DONE
 from meshwright.comm.mesh import Axis, Mesh, find_axis
 from meshwright.comm.operators import all_to_all, reduce_from
 from meshwright.layout import Layout
-from meshwright.model import attention_operator as operator
+from meshwright.model import attention_operator as attention_op
 from meshwright.model.axis_operations import ContextOperations
 from meshwright.model.documents import Documents, MicroBatch
 from meshwright.model.precision import at_least_float32
@@ -200,7 +200,7 @@ def _compute_ring_attention(
     merged once, after all KV blocks."""
     axis = find_axis(key)
     wide = at_least_float32(q_BNCD.dtype)
-    q = operator.group_by_kv_head(q_BNCD, k_BKCD)
+    q = attention_op.group_by_kv_head(q_BNCD, k_BKCD)
     out = q.new_zeros(q.shape, dtype=wide)
     log_sum = q.new_full(q.shape[:-1], float("-inf"), dtype=wide)
     for source, block in _pass_kv(k_BKCD, v_BKCD, axis, SITE):
@@ -208,8 +208,8 @@ def _compute_ring_attention(
             for at, *more in kernel.attend(q, block, span):
                 ring_spans.merge_attention(out[at], log_sum[at], *more)
     if sinks is not None:
-        operator.add_sinks(out, log_sum, sinks.view(*q.shape[1:3], 1))
-    return operator.empty_bsnd(q_BNCD).copy_(out.flatten(1, 2)), log_sum.flatten(1, 2)
+        attention_op.add_sinks(out, log_sum, sinks.view(*q.shape[1:3], 1))
+    return attention_op.empty_bsnd(q_BNCD).copy_(out.flatten(1, 2)), log_sum.flatten(1, 2)
 
 
 def _compute_gradients(
@@ -228,7 +228,7 @@ def _compute_gradients(
     wide = log_sum_BNC.dtype
     inner_BNC = (d_out_BNCD.to(wide) * out_BNCD).sum(dim=-1)
     of_queries = q_BNCD, out_BNCD, d_out_BNCD, log_sum_BNC, inner_BNC
-    saved = ring_spans.SavedQueries(*(operator.group_by_kv_head(x, k_BKCD) for x in of_queries))
+    saved = ring_spans.SavedQueries(*(attention_op.group_by_kv_head(x, k_BKCD) for x in of_queries))
     dq = torch.zeros_like(saved.q, dtype=wide)
     # Gradients travel with their KV block and are sent during the computation with the next block.
     arriving, leaving = (k_BKCD.new_zeros((2, *k_BKCD.shape), dtype=wide) for _ in range(2))
@@ -241,18 +241,18 @@ def _compute_gradients(
         leaving, arriving = arriving.add_(mine), leaving
         handle = collectives.rotate(arriving, leaving, axis, SITE + ".gradients", async_op=True)
     handle.wait()
-    dk, dv = (operator.empty_bsnd(k_BKCD).copy_(each) for each in arriving)
-    d_sinks = operator.empty_gradient(q_BNCD, sinks)
+    dk, dv = (attention_op.empty_bsnd(k_BKCD).copy_(each) for each in arriving)
+    d_sinks = attention_op.empty_gradient(q_BNCD, sinks)
     if sinks is not None:
-        d_sinks = operator.compute_sink_gradients(sinks, log_sum_BNC, inner_BNC)
-    return operator.empty_bsnd(q_BNCD).copy_(dq.flatten(1, 2)), dk, dv, d_sinks
+        d_sinks = attention_op.compute_sink_gradients(sinks, log_sum_BNC, inner_BNC)
+    return attention_op.empty_bsnd(q_BNCD).copy_(dq.flatten(1, 2)), dk, dv, d_sinks
 
 
 def _empty_results(q_BNCD: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Return uninitialised results of ring attention: output [B, N, C, D] and log-sum-exps [B, N, C], for B sequences,
     N query heads, C tokens, head size D. Fake implementation of the custom operators, for torch.compile. `q_BNCD`:
     queries; `rest`: ignored."""
-    return operator.empty_bsnd(q_BNCD), q_BNCD.new_empty(q_BNCD.shape[:-1], dtype=at_least_float32(q_BNCD.dtype))
+    return attention_op.empty_bsnd(q_BNCD), q_BNCD.new_empty(q_BNCD.shape[:-1], dtype=at_least_float32(q_BNCD.dtype))
 
 
 Rebuild = Callable[[list[Tensor], list[float]], SpanKernel]
@@ -279,7 +279,7 @@ def _register_ring_attention(name: str, rebuild: Rebuild) -> None:
         of `_compute_gradients`."""
         return _compute_gradients(d_out_BNCD, saved, rebuild(tensors, numbers), key, sinks)
 
-    operator.register_attention(name, attend_ring, differentiate, _empty_results)
+    attention_op.register_attention(name, attend_ring, differentiate, _empty_results)
 
 
 _register_ring_attention("ring_attention", TiledSpans.rebuild)

@@ -234,7 +234,7 @@ class GradientReducer:
         that no reduction is in flight."""
         assert not self._in_flight, "the previous step is not finished"
         self._open: dict[str, UnshardedGradient] = {}
-        self._replica_sums: deque[Handle] = deque()
+        self._replica_sums: list[Handle] = []
         self._stale = set(self._units)
         """The units whose gradient shard is that of the last step."""
 
@@ -301,7 +301,7 @@ class GradientReducer:
         while self._in_flight:
             self._wait_for_oldest()
         while self._replica_sums:
-            self._replica_sums.popleft().wait()
+            self._replica_sums.pop(0).wait()
         for name in self._stale:
             self._units[name].gradient.zero_()  # no backward pass went through it
         tied = [

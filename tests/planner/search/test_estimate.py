@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -286,9 +287,26 @@ def graph_recipes(tiny_recipe: Path) -> tuple[str, str]:
     return str(tiny_recipe), str(graphs)
 
 
-def test_calls_of_data_parallelism_of_a_recipe_with_cuda_graphs_are_exposed(graph_recipes: tuple[str, str]):
-    without, graphs = (plan(recipe, "2xh100-sxm", "dp2 zero1").best.time for recipe in graph_recipes)
-    assert without.breakdown["data"] < graphs.breakdown["data"] and without.seconds < graphs.seconds
+def test_cuda_graphs_of_a_recipe_expose_calls_of_data_parallelism_and_end_the_wait_for_the_host(
+    graph_recipes: tuple[str, str],
+):
+    def plan_both(**options: str) -> Iterator[dict[str, float]]:
+        return (plan(recipe, "2xh100-sxm", "dp2 zero1", **options).best.time.breakdown for recipe in graph_recipes)
+
+    launched, graphed = plan_both()
+    assert launched["data"] < graphed["data"]
+    assert graphed["compute"] < launched["compute"] / 2  # the model is tiny
+    launched, graphed = plan_both(engine="megatron-core")
+    assert launched == graphed
+
+
+def test_search_for_a_recipe_with_cuda_graphs_finds_what_train_accepts(graph_recipes: tuple[str, str]):
+    launched, graphed = (plan(recipe, "2xh100-sxm").best.layout for recipe in graph_recipes)
+    assert launched.pp == 2 and graphed.dp == 2 and graphed.zero < 2
+    refused = "meshwright train refuses it: train.cuda_graphs is for dp with zero0 or zero1 alone"
+    for layout, lines in (("tp2", [[], [refused]]), ("dp2 zero2", [[], [refused]]), ("dp2 zero1", [[], []])):
+        found = [plan(recipe, "2xh100-sxm", layout).best.warnings for recipe in graph_recipes]
+        assert [[line for line in warnings if "refuses" in line] for warnings in found] == lines
 
 
 def test_memory_of_a_recipe_with_cuda_graphs_has_workspaces_of_the_capture(graph_recipes: tuple[str, str]):

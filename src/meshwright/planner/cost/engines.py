@@ -143,13 +143,15 @@ class Engine:
         return replace(self, stops_early=False) if self.name == "meshwright" else self
 
     def overlapped(self, setting: str, device: str, graphs: bool = False) -> Engine:
-        """Return this engine with the overlap of communication that a recipe's run has: tensor-parallel products of
-        `meshwright` overlap with their collectives if `setting` says so; with a CUDA graph, data parallelism does not
-        overlap with anything. setting: `train.tensor_overlap`; device: "cpu" or "cuda"; graphs: `train.cuda_graphs`.
-        """
-        overlaps = self.name == "meshwright" and (setting == "chunks" or (setting == "auto" and device == "cuda"))
+        """Return this engine as a run of the engine `meshwright` has it: tensor-parallel products overlap with their
+        collectives if `setting` says so; with a CUDA graph, which the host launches at once, data parallelism is the
+        only axis and does not overlap. setting: `train.tensor_overlap`; device: "cpu" or "cuda"; graphs:
+        `train.cuda_graphs`. Other engines are returned as they are."""
+        alone: dict[str, Any] = {"overlaps_data": False, "host_seconds": 0.0, "axes": (), "zero": (0, 1)}
+        overlaps = setting == "chunks" or (setting == "auto" and device == "cuda")
         found = replace(self, overlaps_tensor="products") if overlaps else self
-        return replace(found, overlaps_data=False) if graphs and device == "cuda" else found
+        found = replace(found, **alone) if graphs and device == "cuda" else found
+        return found if self.name == "meshwright" else self
 
 
 ENGINES: dict[str, Engine] = {}

@@ -82,14 +82,12 @@ class Estimate:
     def communication_seconds(self) -> float:
         """Seconds of a step during which the busiest rank communicates, overlapped communication included."""
         data = self.problem.cluster.time_factor * _step(self.problem, self.layout).data_seconds()
-        hidden = data - self.time.breakdown["data"]
-        return self.exposed_seconds + max(0.0, hidden)
+        return self.exposed_seconds + max(0.0, data - self.time.breakdown["data"])
 
     @property
     def tokens_per_second_per_device(self) -> float:
         """Throughput of one device in tokens a second."""
-        problem = self.problem
-        return problem.batch * problem.sequence / self.time.seconds / problem.cluster.devices
+        return self.problem.batch * self.problem.sequence / self.time.seconds / self.problem.cluster.devices
 
     @property
     def model_flops_per_device(self) -> float:
@@ -113,8 +111,7 @@ class Estimate:
             "flops_convention": FLOPS_CONVENTION, "breakdown_seconds": dict(self.time.breakdown),
             "communication_seconds": {"exposed": self.exposed_seconds, "total": self.communication_seconds},
             "fullest_rank": {"pp": self.memory.pp_rank, "when": self.memory.peak_snapshot},
-        }  # fmt: skip
-        found |= self.time.bounds.document()
+        } | self.time.bounds.document()  # fmt: skip
         if self.problem.cluster.calibration is not None:
             found["calibration"] = self.problem.cluster.calibration.table()
         return found | ({"warnings": list(self.warnings)} if self.warnings else {})
@@ -241,7 +238,8 @@ def _warnings(problem: Problem, layout: Layout, memory: Ledger) -> list[str]:
     lines = (
         (config.planning_only, f"{config.family} can be planned but not run: {config.planning_only}"),
         (refusal, f"meshwright train refuses it: {refusal}"),
-        (outside, f"{engine.name} is not known to have {' and '.join(outside)}; priced as if it had"),
+        (outside and ours, "meshwright train refuses it: train.cuda_graphs is for dp with zero0 or zero1 alone"),
+        (outside and not ours, f"{engine.name} is not known to have {' and '.join(outside)}; priced as if it had"),
         (config.prediction_layers, "multi-token prediction: its parameters and time are priced, not its activations"),
         (other_latent, "latent attention: kernels and memory are those of this engine's uncompiled blocks"),
         (config.attention_sinks and problem.compile,
