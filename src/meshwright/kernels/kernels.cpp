@@ -49,8 +49,7 @@ template <class W> static void rope_store(const Op& op, const Step& step, long t
         const bool query = h < op.heads;
         float* x = row + h * size + op.first;
         const float* in = query && op.in ? op.in + t * op.in_stride + h * op.in_step : x;
-        if (const float* norm = query ? op.query_norm : op.key_norm)
-            normalise(op, x, x, norm, size, false);
+        if (const float* norm = query ? op.query_norm : op.key_norm) normalise(op, x, x, norm, size, false);
         const float *cosine = op.cosine + step.positions[t] * half, *sine = op.sine + step.positions[t] * half;
         for (long i = 0; i < half && (query || !op.mode); ++i) {  // `mode`: the queries alone
             const float a = in[i], b = in[i + half];

@@ -13,12 +13,13 @@ typedef uint16_t bfloat16;
 #ifdef __AVX512F__
 typedef __m512 Part;
 #define FMA _mm512_fmadd_ps
+#define WIDEN(p) (IntPart)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(p)))
 #else
 typedef __m256 Part;
 #define FMA _mm256_fmadd_ps
+#define WIDEN(p) (IntPart)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(p)))
 #endif
 typedef int32_t IntPart __attribute__((vector_size(sizeof(Part))));
-typedef bfloat16 HalfPart __attribute__((vector_size(sizeof(Part) / 2)));
 constexpr int PARTS = LANES * sizeof(float) / sizeof(Part);
 
 struct Vec { Part part[PARTS]; };
@@ -49,12 +50,7 @@ INLINE bfloat16 to_bfloat16(float x) {
     return x != x ? 0x7fc0 : bfloat16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 template <class W> INLINE W convert(float x) { return std::is_same_v<W, float> ? x : to_bfloat16(x); }
-INLINE Vec load(const bfloat16* p) {
-    Vec v; HalfPart bits[PARTS];
-    std::memcpy(bits, p, sizeof bits);
-    EACH v.part[i] = (Part)(__builtin_convertvector(bits[i], IntPart) << 16);
-    return v;
-}
+INLINE Vec load(const bfloat16* p) { Vec v; EACH v.part[i] = (Part)(WIDEN(p + LANES / PARTS * i) << 16); return v; }
 
 // The first `count` (up to 16) values, `fill` in the other lanes.
 INLINE Vec load(const float* p, long count, float fill = 0) {
