@@ -24,7 +24,7 @@ def check_pool(pool: BlockPool, held: Mapping[int, Sequence[Iterable[int]]]) -> 
     assert +pool.owned == owned, "owned blocks are miscounted"
     parts = [*pool._free, *pool._cached, *holders]
     assert len(parts) == pool.size and set(parts) == set(range(pool.size)), (
-        f"{pool.free} free + {pool.cached} cached + {len(holders)} held blocks of {pool.size}"
+        f"{pool.stats['free']} free + {pool.stats['cached']} cached + {len(holders)} held blocks of {pool.size}"
     )
     known = {(pool._tables[at], content): at for at, content in enumerate(pool._hashes) if content is not None}
     assert known == pool._block_of and not set(known.values()) & set(pool._free), "the prefix cache is damaged"

@@ -167,11 +167,11 @@ def run(requests: list[Request], blocks: int, reserved: bool = False) -> tuple[i
         oldest = scheduler._admitted[0] if scheduler._admitted else None
         batch = scheduler.schedule()
         assert batch is not None, "deadlock"
-        assert oldest is None or oldest in batch.sequences, "the oldest sequence pauses"
+        assert oldest is None or oldest in [chunk.sequence for chunk in batch.chunks], "the oldest sequence pauses"
         scheduler.record_results(batch, [TokenResult(1) for _ in batch.output_rows])
         check_scheduler(scheduler)
         steps += 1
-        most = max(most, len(batch.sequences))
+        most = max(most, len(batch.chunks))
     return steps, scheduler.stats["pauses"], most
 
 

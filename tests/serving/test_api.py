@@ -160,7 +160,8 @@ def answer_as_server(model: mw.Model, prompt: str, options: dict[str, Any]) -> l
     body = parse_body(CompletionBody, json.dumps(options | {"prompt": prompt, "logit_bias": bias}).encode())
     job = build_job(body, model._prompts, "m", "name")
     choices = {choice.request.id: (choice, Generation(prompt)) for choice in job.choices}
-    for output in model._run(job.requests, lambda name: choices[name][0].finish_reason is not None):
+    requests = [choice.request for choice in job.choices]
+    for output in model._run(requests, lambda name: choices[name][0].finish_reason is not None):
         choice, generation = choices[output.request_id]
         if choice.finish_reason is None:
             piece = choice.push(output)

@@ -38,7 +38,7 @@ def test_released_blocks_are_evicted_least_recently_used_first():
     assert pool.find(hashes) == (3, [blocks])  # held ones, too
     for block in reversed(blocks):
         pool.release(block, 0)
-    assert (pool.free, pool.cached, pool.available) == (1, 3, 4)
+    assert (pool.stats["free"], pool.stats["cached"], pool.available) == (1, 3, 4)
     assert pool.find(hashes) == (3, [blocks])
     pool.allocate(1)  # the free one
     assert pool.allocate(1) == blocks[2]  # released first: the end of the prefix
@@ -56,9 +56,9 @@ def test_block_of_cached_content_is_not_cached_twice():
     pool.register(first, content)
     pool.register(second, content)
     pool.release(second, 1)
-    assert (pool.free, pool.cached) == (1, 0)
+    assert (pool.stats["free"], pool.stats["cached"]) == (1, 0)
     pool.release(first, 0)
-    assert pool.cached == 1 and pool.find([content]) == (1, [[first]])
+    assert pool.stats["cached"] == 1 and pool.find([content]) == (1, [[first]])
 
 
 def test_block_of_one_table_is_unknown_to_another():
@@ -70,12 +70,12 @@ def test_block_of_one_table_is_unknown_to_another():
     assert pool.find([content], [None, None]) == (1, [[blocks[0]], [blocks[1]]])
     for block in blocks:
         pool.release(block, 0)
-    assert pool.cached == 2
+    assert pool.stats["cached"] == 2
     taken = pool.allocate(1, 1)  # evicted from table 0
     assert taken == blocks[0] and pool.find([content], [None, None])[0] == 0
     pool.register(taken, content)  # which table 1 has already
     pool.release(taken, 1)
-    assert (pool.free, pool.cached) == (1, 1)
+    assert (pool.stats["free"], pool.stats["cached"]) == (1, 1)
 
 
 @pytest.mark.parametrize("windows", [(None,), (2,), (40,), (None, 20), (17, None, 49)])
@@ -125,7 +125,7 @@ def test_free_cached_and_held_blocks_sum_to_pool(actions: list[tuple[str, int]])
                     pool.release(block, one)
         check_pool(pool, {one: [table] for one, table in tables.items()})
         held = {block for table in tables.values() for block in table}
-        assert pool.free + pool.cached + len(held) == 6
+        assert pool.stats["free"] + pool.stats["cached"] + len(held) == 6
         for one, table in tables.items():
             youngest = [pool.find_youngest_holder(block) for block in table]
             assert pool.owned[one, 0] == youngest.count(one)

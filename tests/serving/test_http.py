@@ -10,7 +10,6 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -20,6 +19,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
 from meshwright.data.records.examples import ExampleEncoder
+from meshwright.data.tokenizers.detokenizer import IncrementalDetokenizer
 from meshwright.errors import RankLost
 from meshwright.serving.gate import HttpSettings
 from meshwright.serving.http import HttpApp
@@ -635,19 +635,19 @@ class PanicException(BaseException):
     """What a panic of a Rust library looks like."""
 
 
-@pytest.mark.parametrize("method", ["encode", "create_detokenizer", "get_token_text"])
+@pytest.mark.parametrize("part", ["encode", "detokenizer", "get_token_text"])
 @pytest.mark.parametrize("stream", [True, False])
 def test_tokenizer_panic_is_error_of_one_request(
-    http: httpx.Client, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, method: str, stream: bool
+    http: httpx.Client, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, part: str, stream: bool
 ):
     def panic(*_: object) -> None:
         raise PanicException("a secret prompt")
 
-    broken = (lambda _: SimpleNamespace(push=panic, rest=panic)) if method == "create_detokenizer" else panic
+    owner, method = (IncrementalDetokenizer, "push") if part == "detokenizer" else (prompts, part)
     with monkeypatch.context() as patched:
-        patched.setattr(prompts, method, broken)
+        patched.setattr(owner, method, panic)
         answer = http.post("/v1/completions", json={"prompt": "x", "stream": stream, "logprobs": 1})
-    assert answer.status_code == (200 if stream and method != "encode" else 500)
+    assert answer.status_code == (200 if stream and part != "encode" else 500)
     assert '"code":"internal_error"' in answer.text and "secret" not in answer.text
     assert http.post("/v1/completions", json={"prompt": "x", "stream": stream}).is_success
 
@@ -759,7 +759,7 @@ def test_choice_that_ends_at_a_stop_string_is_cancelled_while_others_go_on(promp
     async def run() -> None:
         job = build_job(body, prompts, "m", "id")
         running = JobRunner(engine, ServingMetrics(engine, "m"), HttpSettings("m")).start(job, lambda *_: None)
-        first, second = (request.id for request in job.requests)
+        first, second = (choice.request.id for choice in job.choices)
         tokens = iter(prompts.encode("The quick brown", add_start=False))
         while first in engine.callbacks:
             engine.callbacks[first](Output(first, [TokenResult(next(tokens))]))

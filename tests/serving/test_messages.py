@@ -39,7 +39,7 @@ def test_message_is_received_whole_although_a_signal_interrupts_its_arrival():
     finally:
         sender.join()
         signal.signal(signal.SIGUSR1, before)
-        channel.close()
+        channel._socket.close()
         theirs.close()
 
 
@@ -72,8 +72,8 @@ def test_listener_accepts_only_who_proves_to_know_the_secret(host: str, prefix: 
     with pytest.raises(RankLost, match="nothing listens") as refused:
         Channel.connect(listener.address, "secret")
     assert len(os.listdir("/proc/self/fd")) == opened, refused  # whose traceback would keep the socket open
-    accepted.close()
-    rank.close()
+    accepted._socket.close()
+    rank._socket.close()
 
 
 @pytest.mark.parametrize("host", ["", "127.0.0.1"])
@@ -91,7 +91,7 @@ def test_silent_stranger_delays_a_rank_only_by_the_limit_of_a_proof(host: str, m
             stranger.settimeout(10.0)
             assert len(stranger.recv(32)) == 32 and stranger.recv(1) == b""
     for each in (accepted, rank, listener):
-        each.close()
+        each._socket.close()
 
 
 @pytest.mark.parametrize("start", [asyncio.new_event_loop, uvloop.new_event_loop])
@@ -109,7 +109,7 @@ def test_connection_of_another_user_is_closed_even_if_it_knows_the_secret(
         try:
             channel.receive()
         finally:
-            channel.close()
+            channel._socket.close()
 
     async def serve() -> None:
         server = await (listener := Listener("", "secret")).serve(answer)
@@ -157,4 +157,4 @@ def test_all_arrived_messages_are_received_in_order_and_a_closed_connection_is_a
     theirs.close()
     with pytest.raises(RankLost, match="closed the connection"):
         channel.receive()
-    channel.close()
+    channel._socket.close()

@@ -56,7 +56,7 @@ def test_special_tokens_are_parsed_where_asked(prompts: Prompts, sentencepiece: 
 def test_token_bytes_concatenate_to_text_bytes(prompts: Prompts, sentencepiece: Prompts):
     for one, text in ((prompts, SAMPLE), (sentencepiece, " some señor 日本")):
         tokens = one.encode(text, add_start=False)
-        assert b"".join(map(one.get_token_bytes, tokens)) == text.encode()
+        assert b"".join(map(one.token_bytes.__getitem__, tokens)) == text.encode()
 
 
 def test_token_text_shows_bytes_of_incomplete_characters(prompts: Prompts, sentencepiece: Prompts):

@@ -182,7 +182,7 @@ class OverwritingRunner(DeviceRunner):
         with torch.inference_mode():
             self.logits.fill_(math.nan)
         if isinstance(found, DeviceLogits):
-            self.logits = found._logits
+            self.logits = found.logits
         self.launched_ahead += after is not None
         return found
 

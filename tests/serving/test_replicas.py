@@ -151,7 +151,7 @@ def test_whoever_connects_without_the_secret_is_no_rank(tmp_path: Path, host: st
             channel = await asyncio.to_thread(messages.Channel.connect, replicas.plan.front, "wrong")
             with pytest.raises(RankLost):
                 await asyncio.to_thread(channel.receive)
-            channel.close()
+            channel._socket.close()
             await collect_all(replicas, [make_request("last")])
             replicas.drain()
             assert refusal_of(replicas, make_request("late")) == "draining"

@@ -214,6 +214,16 @@ def test_invalid_option_is_named(options: dict, message: str):
         Sampling(**options)
 
 
+def test_numpy_integers_are_stored_as_python_ones():
+    tokens = np.array([3, 4])
+    options = {"seed": np.int64(5), "top_k": np.int32(3), "max_tokens": np.uint8(9), "logprobs": np.int16(2)}
+    sampling = Sampling(**options, stop_tokens=frozenset(tokens), logit_bias=dict.fromkeys(tokens, 1.0))
+    plain = Sampling(seed=5, top_k=3, max_tokens=9, logprobs=2, stop_tokens=frozenset({3, 4}), logit_bias={3: 1, 4: 1})
+    assert sampling == plain
+    numbers = [getattr(sampling, name) for name in options]
+    assert {type(each) for each in (*numbers, *sampling.stop_tokens, *sampling.logit_bias)} == {int}
+
+
 def test_token_outside_vocabulary_is_named():
     with pytest.raises(UserError, match="logit_bias: token ID 500 should be less than 500"):
         Sampling(logit_bias={3: 1.0, 500: 1.0}).check_vocabulary(500)

@@ -155,7 +155,9 @@ def test_every_answer_equals_isolated_request_and_blocks_are_conserved(
         batch = scheduler.schedule(group) if batch is None else batch
         flying[group] = None if batch is None else (batch, sample_batch(batch, runner.run(batch)))
         if oldest is not None and oldest.group == group:
-            assert batch is not None and oldest in batch.sequences, "the oldest sequence waits"
+            assert batch is not None and oldest in [chunk.sequence for chunk in batch.chunks], (
+                "the oldest sequence waits"
+            )
         if batch is not None:
             assert len(batch.tokens) <= max_sequences + more_tokens and len(batch.output_rows) <= max_sequences
         check_scheduler(scheduler)
@@ -330,7 +332,7 @@ def test_following_step_does_not_run_without_a_block_for_its_token():
     scheduler._answers.ratio = 0.0
     step(scheduler, runner)
     batch = scheduler.schedule()
-    assert len(batch.sequences) == 2 and batch.context.tolist() == [16, 16]
+    assert len(batch.chunks) == 2 and batch.context.tolist() == [16, 16]
     assert scheduler.schedule_following(batch) is None, "one block is left for two sequences"
 
 
@@ -387,7 +389,7 @@ def test_window_in_some_layers_lets_more_sequences_run():
             scheduler.add(Request(name, prompt(60, ord(name)), Sampling(max_tokens=140)))
         most[windows] = 0
         while not scheduler.idle:
-            most[windows] = max(most[windows], len(step(scheduler, runner).sequences))
+            most[windows] = max(most[windows], len(step(scheduler, runner).chunks))
         assert scheduler.stats["pauses"] == 0
     assert most == {(None, None): 3, (None, 20): 4}
 
@@ -442,7 +444,7 @@ def test_pipeline_groups_are_balanced_and_separate():
         if batches[tick % 3] is not None:
             scheduler.record_results(batches[tick % 3], sample_batch(batches[tick % 3], runner.run(batches[tick % 3])))
         batches[tick % 3] = scheduler.schedule(tick % 3)
-    members = [{sequence.request.id for sequence in batch.sequences} for batch in batches]
+    members = [{chunk.sequence.request.id for chunk in batch.chunks} for batch in batches]
     assert [len(each) for each in members] == [2, 2, 2] and set.union(*members) == set("abcdef")
     with pytest.raises(AssertionError, match="has not been recorded"):
         scheduler.schedule(0)
@@ -484,7 +486,7 @@ def test_non_finite_logits_end_only_their_own_request(options: dict[str, float],
     while not scheduler.idle:
         batch = scheduler.schedule()
         logits = runner.run(batch)
-        place = next((at for at, each in enumerate(batch.sequences) if each.request is damaged), None)
+        place = next((at for at, each in enumerate(batch.chunks) if each.sequence.request is damaged), None)
         if place is not None:
             mine = (batch.output_rows >= batch.starts[place]) & (batch.output_rows < batch.starts[place + 1])
             logits[mine, 7] = value

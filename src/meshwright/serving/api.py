@@ -119,44 +119,37 @@ class Generation:
         return to_json_dict({**asdict(self), "tokens": len(self.tokens), "others": others})
 
 
-class Answer:
+class Answer(Choice):
     """Builder of the `Generation` of one request from the engine's outputs.
 
-    prompts: tokenizer. generation: object to fill. request: request that the engine runs. wanted: maximum number of new
-    tokens that the caller asked for; the limit in `request` is lower if the model has too few positions left. stop:
-    stop strings.
+    request: request that the engine runs. prompts: tokenizer. stop: stop strings. generation: object to fill. wanted:
+    maximum number of new tokens that the caller asked for; the limit in `request` is lower if the model has too few
+    positions left.
 
     Attributes:
         generation: Text, token IDs and times so far."""
 
-    def __init__(self, prompts: Prompts, generation: Generation, request: Request, wanted: int, stop: StopRule) -> None:
+    def __init__(self, request: Request, prompts: Prompts, stop: StopRule, generation: Generation, wanted: int) -> None:
         """Start with no output; arguments: see the class."""
+        super().__init__(0, request, prompts, stop)
         self.generation = generation
         self._cut = request.sampling.max_tokens < wanted
-        self._choice = Choice(0, request, prompts, stop)
-
-    @property
-    def ended(self) -> bool:
-        """True if the answer is complete: the engine has ended the request, or a stop string was found."""
-        return self._choice.finish_reason is not None
 
     def add(self, output: Output) -> str:
         """Add an output of the engine to the generation; return the new text, whole characters only, perhaps empty.
         Outputs after the end are ignored."""
-        generation, choice = self.generation, self._choice
-        if self.ended:
+        if self.finish_reason is not None:
             return ""
-        piece = choice.push(output)
-        by_string = isinstance(choice.stop_reason, str)
+        generation, piece = self.generation, self.push(output)
+        by_string = isinstance(self.stop_reason, str)
         by_token = piece.finish_reason == "stop" and not by_string  # the end token is no part of the answer
         results = [each.result for each in piece.tokens[: len(piece.tokens) - by_token]]
         generation.text += piece.text
         generation.tokens += [result.token for result in results]
         generation.logprobs += [result for result in results if result.logprob is not None]
-        if choice.first_token is not None and choice.last_token is not None:
-            generation.seconds_to_first_token = choice.first_token - choice.created
-            if choice.last_token > choice.first_token:
-                generation.tokens_per_second = (choice.completion_tokens - 1) / (choice.last_token - choice.first_token)
+        generation.seconds_to_first_token = self.first_token - self.created
+        if self.last_token > self.first_token:
+            generation.tokens_per_second = (self.completion_tokens - 1) / (self.last_token - self.first_token)
         if piece.finish_reason is not None:
             limit = "context" if self._cut else "length"
             generation.stopped = "stop" if by_string else "end" if by_token else limit
@@ -238,12 +231,12 @@ class Model:
         """
         check_options(self.generate, options, GenerationOptions)
         single = isinstance(prompts, str)
-        given = [self._make_requests(each, options) for each in ([prompts] if single else prompts)]
-        requests = [request for pairs in given for request, _ in pairs]
-        answers = {request.id: answer for pairs in given for request, answer in pairs}
-        for output in self._run(requests, lambda request_id: answers[request_id].ended):
+        given = [self._make_answers(each, options) for each in ([prompts] if single else prompts)]
+        answers = {answer.request.id: answer for each in given for answer in each}
+        requests = [answer.request for answer in answers.values()]
+        for output in self._run(requests, lambda request_id: answers[request_id].finish_reason is not None):
             answers[output.request_id].add(output)
-        found = [pairs[0][1].generation for pairs in given]
+        found = [first.generation for first, *_ in given]
         return found[0] if single else found
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> TextStream:
@@ -258,15 +251,15 @@ class Model:
             True
         """
         check_options(self.stream, options, GenerationOptions)
-        (request, answer), *others = self._make_requests(prompt, options)
+        answer, *others = self._make_answers(prompt, options)
         if others:
             raise UserError(f"n {len(others) + 1}: should be 1, as a stream has one answer; generate takes more")
-        return TextStream(self._run([request], lambda request_id: request_id == request.id and answer.ended), answer)
+        return TextStream(self._run([answer.request], lambda _: answer.finish_reason is not None), answer)
 
-    def _make_requests(self, prompt: object, options: GenerationOptions) -> list[tuple[Request, Answer]]:
-        """Create the engine's requests for one prompt (a text or token IDs), as many as the option `n`. Return a pair
-        (request, answer) for each; the answer object collects the outputs of its request. options: options of
-        `generate`. Raises UserError for an invalid prompt or option."""
+    def _make_answers(self, prompt: object, options: GenerationOptions) -> list[Answer]:
+        """Create the engine's requests for one prompt (a text or token IDs), as many as the option `n`, and return the
+        objects that collect their outputs. options: options of `generate`. Raises UserError for an invalid prompt or
+        option."""
         chosen: dict[str, Any] = dict(options)
         chat = chosen.pop("chat", False)
         ignore_eos = chosen.pop("ignore_eos", False)
@@ -289,13 +282,13 @@ class Model:
         sampling = Sampling(**chosen, max_tokens=min(wanted, self._positions - len(tokens)), stop_tokens=known)
         sampling.check_vocabulary(self._prompts.vocabulary)
         text = prompt if isinstance(prompt, str) else self._prompts.decode(tokens)
-        pairs = []
+        answers = []
         for number in range(n):
             request = Request(f"offline-{next(self._numbers)}", tuple(tokens), sampling, choice=number)
             generation = Generation(text, prompt_tokens=len(tokens), checkpoint=self.directory)
-            pairs.append((request, Answer(self._prompts, generation, request, wanted, stop)))
-        pairs[0][1].generation.others = [answer.generation for _, answer in pairs[1:]]
-        return pairs
+            answers.append(Answer(request, self._prompts, stop, generation, wanted))
+        answers[0].generation.others = [answer.generation for answer in answers[1:]]
+        return answers
 
     def _encode(self, prompt: object, chat: bool) -> list[int]:
         """Return the token IDs of a prompt, which is a text or already a list of token IDs. chat: True if the text is a
@@ -306,9 +299,8 @@ class Model:
                 f"{self.directory}: its tokenizer has no chat template: give a text to be continued (without --chat)"
             )
         if isinstance(prompt, str):
-            if chat:
-                return self._prompts.encode_chat(Conversation([Message("user", prompt)]))
-            return self._prompts.encode(prompt)
+            turns = Conversation([Message("user", prompt)])
+            return self._prompts.encode_chat(turns) if chat else self._prompts.encode(prompt)
         if isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
             return self._prompts.check(prompt)
         raise UserError(f"prompt: takes a text or a list of token IDs, not {type(prompt).__name__}")

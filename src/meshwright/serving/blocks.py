@@ -70,15 +70,10 @@ class BlockPool:
         self._block_of: dict[tuple[int, bytes], int] = {}
 
     @property
-    def free(self) -> int:
-        """Number of KV blocks without content."""
-        return len(self._free)
-
-    @property
-    def cached(self) -> int:
-        """Number of KV blocks that no sequence holds but that the prefix cache still finds; these blocks can be
-        evicted."""
-        return len(self._cached)
+    def stats(self) -> dict[str, int]:
+        """Number of KV blocks in each state: `free`, `cached` and `held`, see the class."""
+        free, cached = len(self._free), len(self._cached)
+        return {"free": free, "cached": cached, "held": self.size - free - cached}
 
     @property
     def available(self) -> int:

@@ -24,6 +24,7 @@ class AnswerText:
     Attributes:
         offsets: For each token, the index in the answer's text of the first character that the token completes; may lie
             beyond the visible text for tokens of a stop string.
+        characters: Length of the text of all tokens so far, hidden text included.
         stopped_by: Stop string that ended the text; None if no stop string has ended it.
     """
 
@@ -34,46 +35,38 @@ class AnswerText:
         self.stopped_by: str | None = None
         self._detokenizer, self._stop, self._min_tokens = detokenizer, tuple(stop), min_tokens
         self._held = ""  # text not yet visible: the longest end of it that begins a stop string
-        self._characters = 0
+        self.characters = 0
 
     def push(self, token: int) -> str:
         """Append a token; return the text that becomes visible, perhaps empty. If the token completes a stop string,
         `stopped_by` is set, and no token may follow."""
         assert self.stopped_by is None
-        self.offsets.append(self._characters)
+        self.offsets.append(self.characters)
         return self._append_text(self._detokenizer.push(token), searched=len(self.offsets) > self._min_tokens)
 
     def finish(self) -> str:
         """Return the text held back so far, at the end of an answer; empty if a stop string ended it."""
         if self.stopped_by is not None:
             return ""
-        piece = self._append_text(self._detokenizer.flush(), searched=True)
-        if self.stopped_by is None:
-            piece, self._held = piece + self._held, ""
-        return piece
+        return self._append_text(self._detokenizer.flush(), searched=True) + self._held
 
     def _append_text(self, piece: str, searched: bool) -> str:
         """Append the text `piece`, and return the text that becomes visible. A suffix that may be the beginning of a
         stop string is held back; text from a complete stop string on is dropped. searched: False: do not search for
         stop strings and return all text."""
-        self._characters += len(piece)
+        self.characters += len(piece)
         text = self._held + piece
         if not searched or not self._stop:
             return text
         found = [(at, len(stop), stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
-            at, _, self.stopped_by = min(found)
-            self._held = ""
-            return text[:at]
-        kept = self._count_held(text)
-        self._held = text[len(text) - kept :]
-        return text[: len(text) - kept]
-
-    def _count_held(self, text: str) -> int:
-        """Return the number of last characters of `text` to hold back: the longest suffix that is a proper prefix of a
-        stop string."""
-        longest = min(max(map(len, self._stop)) - 1, len(text))
-        return next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stop)), 0)
+            end, _, self.stopped_by = min(found)
+        else:
+            longest = min(max(map(len, self._stop)) - 1, len(text))
+            begun = (n for n in range(longest, 0, -1) if any(each.startswith(text[-n:]) for each in self._stop))
+            end = len(text) - next(begun, 0)
+        self._held = "" if found else text[end:]
+        return text[:end]
 
 
 class StopRule(NamedTuple):
@@ -143,7 +136,7 @@ class Choice:
         prefill_seconds: Time from the request's admission by the engine to its first token.
         created: Time of creation in seconds of `time.perf_counter`.
         first_token, last_token: Times at which the first and the newest token came, in seconds of `time.perf_counter`;
-            None before the first token.
+            equal to `created` before the first token.
     """
 
     def __init__(self, index: int, request: Request, prompts: Prompts, stop: StopRule, echo: str | None = None) -> None:
@@ -152,15 +145,14 @@ class Choice:
         self.cached_tokens = self.completion_tokens = 0
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
-        self.created, self.prefill_seconds = time.perf_counter(), 0.0
-        self.first_token: float | None = None
-        self.last_token: float | None = None
+        self.created = self.first_token = self.last_token = time.perf_counter()
+        self.prefill_seconds = 0.0
         self.prompt_results: Sequence[TokenResult | None] = ()
         self._prompts, self._stop = prompts, stop
-        self._answer = AnswerText(prompts.create_detokenizer(request.tokens), stop.strings, request.sampling.min_tokens)
+        detokenizer = IncrementalDetokenizer(prompts.tokenizer, request.tokens)
+        self._answer = AnswerText(detokenizer, stop.strings, request.sampling.min_tokens)
         self._unsent_echo = echo
         self._echoed = len(echo or "")
-        self._characters = 0  # of the answer's text so far
 
     def push(self, output: Output) -> Piece:
         """Append an engine output to the choice, and return the piece of text and tokens that is new. Tokens after a
@@ -169,9 +161,8 @@ class Choice:
         text, tokens = self._convert_output(output)
         if tokens:
             self.last_token = time.perf_counter()
-            self.first_token = self.first_token or self.last_token
+            self.first_token = self.first_token if self.completion_tokens else self.last_token
         self.prefill_seconds = output.prefill_seconds or self.prefill_seconds
-        self._characters += len(text)
         self.completion_tokens += len(tokens)
         self.prompt_results = output.prompt_results or self.prompt_results
         if self._unsent_echo is not None:
@@ -196,7 +187,7 @@ class Choice:
                 text += answer.finish()
             if output.finish_reason == "stop" and output.results[-1].token not in self._prompts.chat_ends:
                 self.stop_reason = output.results[-1].token
-            end = self._echoed + self._characters + len(text)
+            end = self._echoed + answer.characters
             tokens += [PlacedToken(result, end) for result in hidden]
         if answer.stopped_by is not None:
             self.finish_reason, self.stop_reason = "stop", answer.stopped_by
@@ -206,7 +197,7 @@ class Choice:
     def _place_prompt(self) -> list[PlacedToken]:
         """List the prompt's tokens with their log-probabilities and the character offset of each in the echoed prompt;
         empty if no prompt log-probabilities were requested."""
-        detokenizer, placed, characters = self._prompts.create_detokenizer(()), [], 0
+        detokenizer, placed, characters = IncrementalDetokenizer(self._prompts.tokenizer, ()), [], 0
         for token, result in zip(self.request.tokens, self.prompt_results, strict=False):
             placed.append(PlacedToken(result or TokenResult(token), characters))
             characters += len(detokenizer.push(token))

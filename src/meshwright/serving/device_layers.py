@@ -124,8 +124,7 @@ class DeviceLayers:
         bias = getattr(linear, "bias", None)
         if self._uses_gemv(x_TH) and isinstance(norm, modules.RMSNorm) and not (swiglu and bias is not None):
             options = {"norm": (norm.weight, norm.epsilon), "delta_1X": delta_TH, "gated": swiglu}
-            both: tuple[torch.Tensor, torch.Tensor] = self._operations.gemv(x_TH, linear.weight, bias, dtype, **options)
-            return both
+            return self._operations.gemv(x_TH, linear.weight, bias, dtype, **options)
         y_TY = self._product(self.add_norm(norm, x_TH, delta_TH), linear.weight, bias, dtype)
         return self._operations.swiglu(y_TY) if swiglu else y_TY, x_TH
 

@@ -28,6 +28,7 @@ class DeviceLogits:
     R]. Kernels and copies are queued on the current CUDA stream; iteration waits for them.
 
     Attributes:
+        logits: The logits on the device [R, V].
         vocabulary: Number of vocabulary entries, V.
         decided: True if the GPU has sampled the token of every row itself (greedy, or temperature without top-k, top-p
             or penalties), so that the host need not read any logits.
@@ -38,7 +39,7 @@ class DeviceLogits:
     ) -> None:
         """Launch the kernel that reduces each row and queue the copy of its results to the host; arguments: see the
         class."""
-        self._logits, self._draws = logits_RV, draws
+        self.logits, self._draws = logits_RV, draws
         self.decided = all(draw.decides and not draw.ranked for draw in draws)
         rows, self.vocabulary = logits_RV.shape
         staged, used = (each[: 3 * rows].view(3, rows) for each in buffers)
@@ -57,10 +58,6 @@ class DeviceLogits:
         """Queue a copy of the token IDs that the GPU has sampled into `tokens`, int32 [R] for R output rows, the input
         of the runner's next step. Allowed only if `decided` is true, as the next step overwrites the logits."""
         tokens.copy_(self._drawn_R.int().clamp_(0, self.vocabulary - 1))  # undefined if logits are NaN
-
-    def copy_row(self, row: int) -> Logits:
-        """Return a copy of the logits [V] of the output row with the index `row` in host memory."""
-        return self._logits[row].cpu().numpy()
 
     def wait(self) -> None:
         """Block the host until the results of the kernel `summarize_logits` have been copied to host memory."""
@@ -106,7 +103,7 @@ class DeviceRow(LogitRow):
     def on_host(self) -> Logits:
         """Return a copy of the logits [V] in host memory; must not be modified. The copy is made at the first call."""
         if self._host_V is None:
-            self._host_V = self._all.copy_row(self._row)
+            self._host_V = self._all.logits[self._row].cpu().numpy()
         return self._host_V
 
     def logit(self, token: int) -> float:
@@ -143,10 +140,7 @@ class DeviceRow(LogitRow):
 
     def most_likely(self, count: int) -> list[int]:
         """Return the IDs of the `count` most likely tokens, most likely first, the lower ID first among equals."""
-        if count > self._certain:
-            return super().most_likely(count)
-        found: list[int] = self._tokens[:count].tolist()
-        return found
+        return super().most_likely(count) if count > self._certain else [int(each) for each in self._tokens[:count]]
 
     def token_at(self, rank: int, values: Logits) -> int:
         """Return the ID of the token at index `rank` (0: the most likely) when tokens are sorted by descending logit,

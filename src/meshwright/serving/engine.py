@@ -210,10 +210,9 @@ class PipelineEngine(Engine):
         self._order = derive_steady_state(self._stages, self._stage)
         self._slot = 0
         self._batches: dict[int, StepBatch | None] = {}  # by slot, until they are recorded
-        self._hidden: dict[int, torch.Tensor] = {}  # [T, H], received or to be sent
-        self._tokens: dict[int, torch.Tensor] = {}  # received results, encoded
+        self._hidden: dict[int, torch.Tensor] = {}  # [T, H], to be sent
         self._results: dict[int, list[TokenResult]] = {}
-        self._pending: dict[tuple[Kind, int], Handle] = {}
+        self._pending: dict[tuple[Kind, int], tuple[torch.Tensor, Handle]] = {}
 
     @property
     def idle(self) -> bool:
@@ -246,10 +245,7 @@ class PipelineEngine(Engine):
         """Run this rank's stage on `batch`, and store the resulting hidden states, which are sent to the next stage.
         The last stage samples the batch's tokens instead. number: slot (call of `step`) in which the batch was
         scheduled."""
-        hidden_TH = None
-        if self._stage > 0:
-            self._pending.pop((Kind.RECEIVE_FORWARD, number)).wait()
-            hidden_TH = self._hidden.pop(number).numpy()
+        hidden_TH = self._finish_transfer(Kind.RECEIVE_FORWARD, number).numpy() if self._stage > 0 else None
         found = self._run(batch, hidden=hidden_TH)
         self._complete(batch, found)
         if self._stage == self._stages - 1:
@@ -263,22 +259,21 @@ class PipelineEngine(Engine):
         has sampled these tokens itself; any other stage first receives them from the next stage. number: slot (call of
         `step`) in which the batch was scheduled."""
         if self._stage < self._stages - 1 and len(batch.output_rows):
-            self._pending.pop((Kind.RECEIVE_BACKWARD, number)).wait()
-            self._results[number] = _decode_results(self._tokens.pop(number))
+            self._results[number] = _decode_results(self._finish_transfer(Kind.RECEIVE_BACKWARD, number))
         results = self._results.get(number, [])
         if self._stage == 0:
             self._results.pop(number, None)
         return self.scheduler.record_results(batch, results)
 
     def _start_transfer(self, kind: Kind, number: int, batch: StepBatch) -> None:
-        """Start one send or receive for `batch`, and store its handle under (kind, number). kind: SEND_FORWARD or
-        RECEIVE_FORWARD for hidden states, which go to the next stage; SEND_BACKWARD or RECEIVE_BACKWARD for sampled
+        """Start one send or receive for `batch`, which `_finish_transfer` ends. kind: SEND_FORWARD or RECEIVE_FORWARD
+        for hidden states, which go to the next stage; SEND_BACKWARD or RECEIVE_BACKWARD for sampled
         tokens, which go to the previous stage. number: slot (call of `step`) in which the batch was scheduled."""
         options = [chunk.sequence.request.sampling for chunk in batch.chunks]
         alternatives = max(max(each.logprobs or 0, each.prompt_logprobs or 0) for each in options)
         alternatives = min(alternatives, self.runner.config.vocabulary)  # no token has more
         if kind == Kind.RECEIVE_FORWARD:
-            tensor = self._hidden.setdefault(number, torch.empty(len(batch.tokens), self.runner.config.hidden))
+            tensor = torch.empty(len(batch.tokens), self.runner.config.hidden)
         elif kind == Kind.SEND_FORWARD:
             tensor = self._hidden.pop(number)
         elif len(batch.output_rows) == 0:
@@ -286,7 +281,6 @@ class PipelineEngine(Engine):
             return
         elif kind == Kind.RECEIVE_BACKWARD:
             tensor = torch.empty(len(batch.output_rows), 2 + 2 * alternatives, dtype=torch.float64)
-            self._tokens[number] = tensor
         else:
             tensor = _encode_results(self._results.pop(number), alternatives)
         arrives = kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
@@ -294,9 +288,16 @@ class PipelineEngine(Engine):
         peer, site = self._stage + (-1 if arrives is forward else 1), HIDDEN_SITE if forward else TOKENS_SITE
         if not arrives:
             for key in [key for key in self._pending if key[0] == kind]:
-                self._pending.pop(key).wait()  # so that the buffers of earlier sends can be freed
+                self._finish_transfer(*key)  # so that the buffers of earlier sends can be freed
         message = Message(tensor, peer, arrives, site, f"{kind.name} {number}")
-        (self._pending[kind, number],) = transfer([message], self._axis)
+        (handle,) = transfer([message], self._axis)
+        self._pending[kind, number] = tensor, handle
+
+    def _finish_transfer(self, kind: Kind, number: int) -> torch.Tensor:
+        """Wait for a send or receive that `_start_transfer` has started with the same arguments; return its tensor."""
+        tensor, handle = self._pending.pop((kind, number))
+        handle.wait()
+        return tensor
 
 
 def _encode_results(results: Sequence[TokenResult], alternatives: int) -> torch.Tensor:

@@ -7,9 +7,10 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from starlette.requests import Request
 
@@ -24,8 +25,7 @@ LINE_BYTES = 256 << 10
 BYTES_PER_TOKEN = 4  # of a body, roughly, for text and for token IDs
 
 
-@dataclass(frozen=True, slots=True)
-class HttpSettings:
+class HttpSettings(NamedTuple):
     """Settings of the HTTP API. A client that reads too slowly is disconnected, and its requests are cancelled.
 
     Attributes:
@@ -78,15 +78,17 @@ def check_origins(origins: Sequence[str]) -> Sequence[str]:
     return origins
 
 
-class ApiKeys:
-    """Checker of the API keys of requests; the keys are stored as SHA-256 hashes. keys: any of them admits a request;
-    empty: no key is needed."""
+class Gate:
+    """Checks of requests before their bodies are parsed: API keys, which are stored as SHA-256 hashes, and limits on
+    the bodies. settings: settings of the HTTP API."""
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        """Store the SHA-256 hashes of `keys`."""
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+    def __init__(self, settings: HttpSettings) -> None:
+        """Start without bodies in memory; arguments: see the class."""
+        self._settings, self._secret = settings, secrets.token_bytes(32)
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
+        self._bytes = 0  # of all bodies now in memory
 
-    def check(self, request: Request) -> None:
+    def check_key(self, request: Request) -> None:
         """Raise ApiError (401) if the Authorization header of a request has none of the server's API keys. The paths
         `OPEN_PATHS` (health checks and metrics) need no key. Keys are compared in constant time."""
         if not self._digests or request.scope["path"] in OPEN_PATHS:
@@ -97,15 +99,6 @@ class ApiKeys:
         if kind.lower() != b"bearer" or not any(matches):
             message = "the API key is missing or wrong; send the header Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-
-
-class BodyReader:
-    """Reader of request bodies within the limits of `settings` on size, total memory and time."""
-
-    def __init__(self, settings: HttpSettings) -> None:
-        """Start with no body in memory. settings: limits."""
-        self._settings, self._secret = settings, secrets.token_bytes(32)
-        self._bytes = 0  # of all bodies now in memory
 
     def is_large(self, request: Request) -> bool:
         """Return True if a request's body may be larger than `LINE_BYTES` (256 KiB): its Content-Length is larger or
@@ -120,9 +113,10 @@ class BodyReader:
         """Create the error (HTTP 413) for a body that is larger than `HttpSettings.body_bytes`."""
         return ApiError(413, f"the body is larger than {self._settings.body_bytes:,} bytes", code="body_too_large")
 
-    async def read(self, request: Request) -> bytes:
-        """Read and return the whole body of a request; its bytes count towards `HttpSettings.all_body_bytes`, the limit
-        on all bodies in memory, until the caller calls `release`. Raises ApiError if a limit on size or time is
+    @asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytearray]:
+        """Read the whole body of a request, for use inside `async with`; until its end the bytes count towards
+        `HttpSettings.all_body_bytes`, the limit on all bodies in memory. Raises ApiError if a limit on size or time is
         exceeded, for an Upgrade header and for a compressed body; starlette's ClientDisconnect if the client is
         gone."""
         settings, body = self._settings, bytearray()
@@ -133,28 +127,23 @@ class BodyReader:
             message = f"Content-Encoding {encoding[:100]!r} is not supported: send the body without compression"
             raise ApiError(415, message, code="content_encoding")
         try:
-            async with asyncio.timeout(settings.body_seconds):
-                async for part in request.stream():
-                    self._bytes += len(part)
-                    body += part
-                    if len(body) > settings.body_bytes:
-                        raise self._make_too_large_error()
-                    if self._bytes > settings.all_body_bytes:
-                        message, wait = "the bodies of all requests are too large together", make_retry_headers(1.0)
-                        raise ApiError(429, message, code="body_bytes", headers=wait)
-        except BaseException as error:
-            self.release(body)
-            if isinstance(error, TimeoutError):
-                message = f"the body did not arrive within {settings.body_seconds:g} s"
-                raise ApiError(408, message, code="timeout") from None
-            raise
-        return bytes(body)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(settings.body_seconds) as limit:
+                    async for part in request.stream():
+                        self._bytes += len(part)
+                        body += part
+                        if len(body) > settings.body_bytes:
+                            raise self._make_too_large_error()
+                        if self._bytes > settings.all_body_bytes:
+                            message, wait = "the bodies of all requests are too large together", make_retry_headers(1.0)
+                            raise ApiError(429, message, code="body_bytes", headers=wait)
+            if limit.expired():
+                raise ApiError(408, f"the body did not arrive within {settings.body_seconds:g} s", code="timeout")
+            yield body
+        finally:
+            self._bytes -= len(body)
 
-    def release(self, body: bytes | bytearray) -> None:
-        """Subtract a body that `read` returned from the bytes that `HttpSettings.all_body_bytes` limits."""
-        self._bytes -= len(body)
-
-    def identify(self, request: Request, body: bytes) -> Ticket:
+    def identify(self, request: Request, body: bytearray) -> Ticket:
         """Create the ticket of an HTTP request, by which a refused request keeps its place in the waiting line. The
         ticket contains a digest of API key, path and body. A body above `LINE_BYTES` (256 KiB) gets a ticket without
         digest, and therefore no place."""

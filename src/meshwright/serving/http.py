@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from meshwright import __version__
 from meshwright.data.tokenizers.library import convert_panics
 from meshwright.errors import UserError
-from meshwright.serving.gate import ApiKeys, BodyReader, HttpSettings
+from meshwright.serving.gate import Gate, HttpSettings
 from meshwright.serving.metrics import ServingMetrics
 from meshwright.serving.openapi import describe_api
 from meshwright.serving.prompts import Prompts
@@ -39,8 +39,8 @@ PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 MODEL_PATH = "/v1/models/"  # followed by the name of a model
 _GOOD_ID = re.compile(r"[!-~]{1,128}")  # printable ASCII without spaces
 
-Endpoint = Callable[[Request], Any]
-"""Handler of a request, or a coroutine function; returns a Response, or a value that becomes the JSON of one."""
+Endpoint = Callable[..., Any]
+"""Handler of a `Request`, or a coroutine function; returns a Response, or a value that becomes the JSON of one."""
 
 _Body = TypeVar("_Body", bound=Body)
 _Result = TypeVar("_Result")
@@ -60,14 +60,17 @@ class HttpApp:
     def __init__(self, client: Replicas, prompts: Prompts, settings: HttpSettings) -> None:
         """Build the table of endpoints; arguments: see the class."""
         self.settings, self.metrics = settings, ServingMetrics(client, settings.model)
-        self._client, self._prompts, self._keys = client, prompts, ApiKeys(settings.api_keys)
+        self._client, self._prompts, self._gate = client, prompts, Gate(settings)
         self._runner = JobRunner(client, self.metrics, settings)
-        self._bodies = BodyReader(settings)
         self._created = int(time.time())
-        plain: dict[str, tuple[type[Body], Callable[[Any], object]]] = {
-            "/tokenize": (bodies.TokenizeBody, self._tokenize),
-            "/detokenize": (bodies.DetokenizeBody, self._detokenize),
-            "/apply-template": (bodies.ConversationBody, self._apply_template),
+        posts: dict[str, tuple[type[Body], Endpoint]] = {
+            "/tokenize": (bodies.TokenizeBody, partial(self._parse, use=self._tokenize)),
+            "/detokenize": (bodies.DetokenizeBody, partial(self._parse, use=self._detokenize)),
+            "/apply-template": (
+                bodies.ConversationBody,
+                partial(self._parse, use=self._apply_template),
+            ),
+            **{path: (body, self._generate) for path, (body, _) in GENERATION.items()},
         }
         gets: dict[str, Endpoint] = {
             "/v1/models": lambda _: {"object": "list", "data": [self._show_model(settings.model)]},
@@ -78,13 +81,10 @@ class HttpApp:
             "/ready": lambda _: self._report_state("ready"),
             "/metrics": lambda _: Response(self.metrics.format_page(), media_type=PROMETHEUS),
         }
-        document = describe_api(settings.model, {path: pair[0] for path, pair in (GENERATION | plain).items()}, gets)
+        document = describe_api(settings.model, {path: body for path, (body, _) in posts.items()}, gets)
         gets["/openapi.json"] = lambda _: document
         self._endpoints: dict[str, tuple[str, Endpoint]] = {path: ("GET", get) for path, get in gets.items()}
-        for path, (body, _) in GENERATION.items():
-            self._endpoints[path] = "POST", partial(self._generate, model=body)
-        for path, (model, use) in plain.items():
-            self._endpoints[path] = "POST", partial(self._parse, model=model, use=use)
+        self._endpoints |= {path: ("POST", partial(post, model=body)) for path, (body, post) in posts.items()}
         self._app: ASGIApp = self._handle_request
         if settings.cors_origins:
             self._app = CORSMiddleware(
@@ -118,7 +118,7 @@ class HttpApp:
         """Check the API key and route the request: return the endpoint for its path and method. Raises ApiError for a
         wrong API key (401), an unknown path (404), or a method that the path does not have (405)."""
         path: str = request.scope["path"]
-        self._keys.check(request)
+        self._gate.check_key(request)
         known = MODEL_PATH + "{model}" if path.startswith(MODEL_PATH) else path
         method, endpoint = self._endpoints.get(known, ("", None))
         methods = ["GET", "HEAD"] if method == "GET" else [method]
@@ -152,7 +152,7 @@ class HttpApp:
         parsed or, for a large body, before it is read.
         """
 
-        def parse(data: bytes) -> _Result:
+        def parse(data: bytearray) -> _Result:
             """Parse the JSON body `data`, check the model name in it, and return `use(body)`."""
             body = parse_body(model, data)
             self._check_model(getattr(body, "model", None) or self.settings.model)
@@ -163,17 +163,14 @@ class HttpApp:
 
         generates = request.scope["path"] in GENERATION
         closed = self._client.state in ("starting", "draining", "failed")
-        if (self._bodies.is_large(request) or closed) and generates:
+        if (self._gate.is_large(request) or closed) and generates:
             self._runner.check_queue((), Ticket())
-        data = await self._bodies.read(request)
-        try:
-            request.state.ticket = self._bodies.identify(request, data)
+        async with self._gate.read(request) as data:
+            request.state.ticket = self._gate.identify(request, data)
             if generates:
                 self._runner.check_queue((), request.state.ticket)
             slow = len(data) > LARGE_BODY or "messages" in model.model_fields
             return await asyncio.to_thread(parse, data) if slow else parse(data)
-        finally:
-            self._bodies.release(data)
 
     def _check_model(self, name: str) -> None:
         """Raise ApiError (404) if `name`, the `model` of a request, is not the served model."""

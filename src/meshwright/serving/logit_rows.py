@@ -84,8 +84,7 @@ class LogitRow:
         """Return the IDs of the `count` most likely tokens, most likely first, the lower ID first among equals."""
         logits_V = self.on_host()
         likely = np.flatnonzero(logits_V >= np.partition(logits_V, -count)[-count])
-        found: list[int] = likely[np.argsort(-logits_V[likely], kind="stable")][:count].tolist()
-        return found
+        return [int(each) for each in likely[np.argsort(-logits_V[likely], kind="stable")][:count]]
 
     def token_at(self, rank: int, values: Logits) -> int:
         """Return the ID of the token at index `rank` (0: the most likely) when tokens are sorted by descending logit,

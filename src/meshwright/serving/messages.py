@@ -127,10 +127,6 @@ class Channel:
             data += part
         return data
 
-    def close(self) -> None:
-        """Close the connection."""
-        self._socket.close()
-
 
 class Listener:
     """Listening socket of the front (the process of the HTTP server), or of a replica's first rank, to which the

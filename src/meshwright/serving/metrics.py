@@ -74,13 +74,12 @@ class ServingMetrics:
         labels: names of the counter's labels besides `model_name`."""
         return Counter(PREFIX + name, text, ["model_name", *labels], registry=self._registry)
 
-    def observe(self, choice: Choice, piece: Piece, before: float | None) -> None:
-        """Record the tokens and latencies of a new piece of a choice (an API answer). before: time in seconds of
-        `time.perf_counter` at which the choice's last token before this piece came; None if there was no token before.
-        """
-        if choice.last_token is not None and choice.last_token != before:
+    def observe(self, choice: Choice, piece: Piece, before: float) -> None:
+        """Record the tokens and latencies of a new piece of a choice (an API answer). before: the choice's `last_token`
+        before this piece."""
+        if choice.last_token != before:
             self._generation_tokens.inc(len(piece.tokens))
-            if before is None:
+            if choice.last_token == choice.first_token:
                 self._histograms["time_to_first_token_seconds"].observe(choice.last_token - choice.created)
                 waited = choice.last_token - choice.created - choice.prefill_seconds
                 self._histograms["request_queue_time_seconds"].observe(max(0.0, waited))
@@ -99,7 +98,7 @@ class ServingMetrics:
         self._prompt_tokens.inc(len(choice.request.tokens))
         self._histograms["request_prompt_tokens"].observe(len(choice.request.tokens))
         self._histograms["request_generation_tokens"].observe(choice.completion_tokens)
-        if choice.first_token is not None and choice.last_token is not None:
+        if choice.completion_tokens:
             self._histograms["e2e_request_latency_seconds"].observe(choice.last_token - choice.created)
             if choice.completion_tokens > 1:
                 mean = (choice.last_token - choice.first_token) / (choice.completion_tokens - 1)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from meshwright.data.records.examples import ExampleEncoder
 from meshwright.data.records.template_inputs import Conversation
-from meshwright.data.tokenizers.detokenizer import IncrementalDetokenizer, TokenBytes
+from meshwright.data.tokenizers.detokenizer import TokenBytes
 from meshwright.data.tokenizers.library import convert_library_errors, parse_tokenizer
 from meshwright.data.tokenizers.special_tokens import (
     find_special_tokens,
@@ -39,6 +39,7 @@ class Prompts:
         max_length: Maximum number of tokens of a prompt and its answer together.
         chat_ends: `ends`, and the token that ends an assistant turn in the chat template.
         chat_template: Jinja source of the chat template; None if the model has none.
+        token_bytes: UTF-8 bytes of each token ID, which may be a part of a character; of a special token, its name's.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Prompts:
         self._special = find_special_tokens(tokenizer, named)
         self._encoder = make_text_encoder(tokenizer, self._special)
         self._longest_token = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
-        self._token_bytes = TokenBytes(tokenizer)
+        self.token_bytes = TokenBytes(tokenizer)
         self._chat = _load_chat(directory)
         self.chat_template = self._chat.template.source if self._chat else None
         turn_end = self._chat.find_turn_end() if self._chat else None
@@ -136,19 +137,10 @@ class Prompts:
         """Return the text of a sequence of token IDs, without special tokens."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def create_detokenizer(self, before: Sequence[int]) -> IncrementalDetokenizer:
-        """Create an incremental detokenizer for the tokens that follow the token IDs `before`."""
-        return IncrementalDetokenizer(self.tokenizer, before)
-
-    def get_token_bytes(self, token: int) -> bytes:
-        """Return the UTF-8 bytes that a token ID stands for, which may be a part of a character; for a special token,
-        the bytes of its name."""
-        return self._token_bytes[token]
-
     def get_token_text(self, token: int) -> str:
         r"""Return the text of a single token ID. If its bytes are not whole characters, they are written as
         `bytes:\xe2\x80`, as in OpenAI's API."""
-        data = self._token_bytes[token]
+        data = self.token_bytes[token]
         try:
             return data.decode()
         except UnicodeDecodeError:

@@ -8,7 +8,6 @@ import math
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from meshwright.serving.admission import AnswerLengthRatio
@@ -59,12 +58,6 @@ class Stream:
             self.tokens += [result.token for result in output.results]
             self.losses = 0
         self.on_output(output)
-
-    def make_resumed_request(self) -> Request:
-        """Return a request that continues the answer on another replica, or on this replica after a restart. The tokens
-        generated so far become its `replayed` tokens: such tokens are recomputed like prompt tokens, and not sampled
-        again."""
-        return replace(self.request, replayed=tuple(self.tokens)) if self.tokens else self.request
 
 
 class Replica:

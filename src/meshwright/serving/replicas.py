@@ -7,7 +7,6 @@ for bit. Free of torch."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -80,7 +79,6 @@ class Replicas:
         self._line = WaitingLine(self._limits)
         self._replicas = [Replica(index, plan.sizes.max_sequences, layout.pp) for index in range(layout.dp)]
         self._streams: dict[str, Stream] = {}
-        self._parked: list[Stream] = []  # waiting until a replica is ready
         self._tasks: list[asyncio.Task[None]] = []
         self._server: asyncio.Server | None = None
         self._state: State = "starting"
@@ -120,7 +118,8 @@ class Replicas:
         if self._state in ("starting", "draining", "failed"):
             return Refusal(self._state, 1.0)
         ready = [replica for replica in self._replicas if replica.ready]
-        waiting = len(self._parked) + max(1, len(requests)) - sum(replica.free_sequences for replica in ready)
+        parked = 0 if ready else sum(stream.replica is None for stream in self._streams.values())
+        waiting = parked + max(1, len(requests)) - sum(replica.free_sequences for replica in ready)
         if waiting <= 0 and not (requests and self._line.outstanding):
             return None
         asked = sum(len(request.tokens) for request in requests)
@@ -294,9 +293,7 @@ class Replicas:
         try:
             if replica.starts == start:
                 self._register_rank(replica, hello, writer)
-            while replica.starts == start and (data := await messages.receive(reader)) is not None:
-                if replica.starts > start:
-                    break  # from ranks that have been replaced
+            while (data := await messages.receive(reader)) is not None and replica.starts == start:
                 message = _RANK_MESSAGES.validate_json(data)
                 if message.ready is not None:
                     self._make_ready(replica, message.ready)
@@ -310,14 +307,12 @@ class Replicas:
         """Register a rank that has connected. hello: its first message. writer: its connection. If the rank's kernels
         differ from the other ranks' kernels, fail the server, since answers would depend on the replica."""
         first = next(iter(self.hellos.values()), hello)
-        if any(hello[name] != first[name] for name in SAME_ON_ALL_RANKS):
-            mine, others = (" ".join(str(each[name]) for name in SAME_ON_ALL_RANKS) for each in (hello, first))
+        mine, others = (" ".join(str(each[name]) for name in SAME_ON_ALL_RANKS) for each in (hello, first))
+        if mine != others:
             who, whom = (f"rank {each['rank']} of replica {each['replica']}" for each in (hello, first))
-            error = UserError(
-                f"{who} computes with {mine}, {whom} with {others}: answers would depend on the replica; run all ranks "
-                "on the same kind of processor with the same version"
-            )
-            self._mark_failed(error)
+            advice = "run all ranks on the same kind of processor with the same version"
+            text = f"{who} computes with {mine}, {whom} with {others}: answers would depend on the replica; {advice}"
+            self._mark_failed(UserError(text))
             return
         self.hellos[replica.index, hello["rank"]] = hello
         replica.peers[hello["rank"]] = writer
@@ -329,9 +324,9 @@ class Replicas:
         replica.report = report
         if replica.starts:
             self._log(f"replica {replica.index} is ready again, {replica.ready_since - replica.lost_since:.2f} s later")
-        parked, self._parked = self._parked, []
-        for stream in parked:
-            self._dispatch(stream)
+        for stream in self._streams.values():
+            if stream.replica is None:
+                self._dispatch(stream)
         self._changed.set()
 
     def _take_step(self, replica: Replica, message: _RankMessage) -> None:
@@ -340,8 +335,7 @@ class Replicas:
         replica.take_report(message.step)
         replica.has_served |= bool(message.outputs)
         for output in message.outputs:
-            stream = replica.streams.get(output.request_id)
-            if stream is None:
+            if (stream := replica.streams.get(output.request_id)) is None:
                 continue  # it was cancelled
             if output.finish_reason is not None:
                 self._remove_request(stream)
@@ -354,10 +348,12 @@ class Replicas:
     def _dispatch(self, stream: Stream) -> None:
         """Send the request of `stream` to the ready replica with the least remaining work minus expected prefix-cache
         hits of the request. If no replica is ready, keep the request until one is."""
-        request = stream.make_resumed_request()
+        request = stream.request  # tokens generated so far are recomputed like prompt tokens, and not sampled again
+        if stream.tokens:
+            request = replace(request, replayed=tuple(stream.tokens))
         ready = [replica for replica in self._replicas if replica.ready]
         if not ready:
-            self._parked.append(stream)
+            stream.replica = None
             return
         hashes = HashChain(request.tokens, request.cache_salt).hashes if len(self._replicas) > 1 else []
         replica = min(ready, key=lambda each: each.pending_tokens - BLOCK_TOKENS * each.count_cached_blocks(hashes))
@@ -380,8 +376,6 @@ class Replicas:
         self._streams.pop(stream.request.id, None)
         if stream.replica is not None:
             stream.replica.streams.pop(stream.request.id, None)
-        with contextlib.suppress(ValueError):
-            self._parked.remove(stream)
         if stream.deadline is not None:
             stream.deadline.cancel()
 

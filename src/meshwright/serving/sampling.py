@@ -13,7 +13,7 @@ from functools import cache
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from meshwright.errors import MeshwrightError, UserError
 from meshwright.limits import shorten_repr
@@ -27,17 +27,24 @@ class InvalidLogits(MeshwrightError):
     """Error: a model computed NaN or infinite logits, because of damaged weights or a fault of the engine."""
 
 
+def _to_python_integer(value: object) -> object:
+    """Convert an integer of numpy to one of Python, which pydantic's strict mode accepts alone."""
+    return int(value) if isinstance(value, np.integer) else value
+
+
 # Ranges of the options, for engine and API.
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenCount = Annotated[int, Field(ge=0, le=2**30)]
+AcceptNumpy = BeforeValidator(_to_python_integer)
+Integer = Annotated[int, AcceptNumpy]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]  # without the conversion, as the prompts of bodies have very many
+TokenCount = Annotated[Integer, Field(ge=0, le=2**30)]
 Temperature = Annotated[float, Field(ge=0, le=100, description="0: the most likely token")]
 TopP = Annotated[float, Field(gt=0, le=1, description="1: off")]
-TopK = Annotated[int, Field(ge=-1, le=2**31 - 1, description="0 or -1: off")]
+TopK = Annotated[Integer, Field(ge=-1, le=2**31 - 1, description="0 or -1: off")]
 MinP = Annotated[float, Field(ge=0, le=1, description="0: off")]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100, description="1: off")]
 AdditivePenalty = Annotated[float, Field(ge=-2, le=2, description="0: off")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Seed = Annotated[Integer, Field(ge=-(2**63), le=2**63 - 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +80,24 @@ class Sampling:
     repetition_penalty: RepetitionPenalty = 1.0
     presence_penalty: AdditivePenalty = 0.0
     frequency_penalty: AdditivePenalty = 0.0
-    logit_bias: Mapping[TokenId, Bias] = field(default_factory=dict)
+    logit_bias: Mapping[Annotated[TokenId, AcceptNumpy], Bias] = field(default_factory=dict)
     seed: Seed = 0
     min_tokens: TokenCount = 0
     max_tokens: TokenCount = 256
-    stop_tokens: frozenset[TokenId] = frozenset()
+    stop_tokens: frozenset[Annotated[TokenId, AcceptNumpy]] = frozenset()
     logprobs: TokenCount | None = None
     prompt_logprobs: TokenCount | None = None
 
     def __post_init__(self) -> None:
         """Check the type and range of each option; raises UserError that names it."""
         try:
-            _make_options_model().model_validate({name: getattr(self, name) for name in self.__slots__})
+            checked = _make_options_model().model_validate({name: getattr(self, name) for name in self.__slots__})
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             name = ".".join(map(str, first["loc"])).removesuffix(".[key]")
             raise UserError(f"{name} {shorten_repr(first['input'])}: {first['msg'].removeprefix('Input ')}") from None
+        for name, value in checked:
+            object.__setattr__(self, name, value)
         if self.min_tokens > self.max_tokens:
             raise UserError(f"min_tokens {self.min_tokens}: should be 0 to max_tokens")
 

@@ -59,11 +59,6 @@ class StepBatch:
     chunks: list[Chunk]
 
     @property
-    def sequences(self) -> list[Sequence]:
-        """The scheduler's state of each sequence [S]."""
-        return [chunk.sequence for chunk in self.chunks]
-
-    @property
     def keys(self) -> int:
         """Number of keys to which the tokens attend without a window (those up to their own), summed over tokens."""
         return sum(len(at) * (at.start + at.stop + 1) // 2 for at in (chunk.positions for chunk in self.chunks))
@@ -93,6 +88,7 @@ class Scheduler:
         assert sizes.token_budget >= sizes.max_sequences >= groups >= 1, sizes
         self.pool = BlockPool(sizes.blocks)
         self._sizes, self.windows, self._groups = sizes, tuple(windows), groups
+        self._sliding = [(table, window) for table, window in enumerate(windows) if window is not None]
         self._requests: dict[str, Sequence] = {}  # unfinished
         self._queue: list[Sequence] = []  # waiting for admission: by priority, then in order of arrival
         self._admitted: list[Sequence] = []  # oldest first
@@ -144,17 +140,16 @@ class Scheduler:
             if sequence.scores_prompt:
                 wanted = min(wanted, rows)
             if wanted and rows and (count := self._allocate(sequence, wanted)):
-                positions = sequence.get_output_positions(count)
-                picked.append(Chunk(sequence, range(sequence.computed, sequence.computed + count), positions))
+                picked.append(sequence.make_chunk(count))
                 budget -= count
-                rows -= len(positions)
+                rows -= len(picked[-1].output_positions)
         return self._build_batch(picked) if picked else None
 
     def schedule_following(self, batch: StepBatch) -> StepBatch | None:
         """Return the decode step that follows `batch` before the results of `batch` are known; its token IDs are 0
         until `batch` has sampled them. Return None unless `batch` decodes all admitted sequences, each of them can
         continue, and no request waits."""
-        going = [each for each in batch.sequences if each.answered + 1 < each.request.sampling.max_tokens]
+        going = [each for each, *_ in batch.chunks if each.answered + 1 < each.request.sampling.max_tokens]
         decoding = len(going) == len(self._admitted) == len(batch.tokens) == len(batch.output_rows)
         self._state = None
         if self._queue or not decoding or any(each.finish_reason or self._allocate(each, 2) < 2 for each in going):
@@ -189,11 +184,8 @@ class Scheduler:
         cannot get more). Present numbers of KV blocks: `free` (without content), `cached` (evictable), `held`. Totals:
         `prefix_queries` and `prefix_hits` (tokens looked up and found in the prefix cache), `pauses` of sequences."""
         paused = sum(sequence.paused for sequence in self._admitted)
-        pool, held = self.pool, self.pool.size - self.pool.available
-        return {
-            "waiting": len(self._queue), "running": len(self._admitted) - paused, "paused": paused,
-            "free": pool.free, "cached": pool.cached, "held": held, **self._totals,
-        }  # fmt: skip
+        sequences = {"waiting": len(self._queue), "running": len(self._admitted) - paused, "paused": paused}
+        return {**sequences, **self.pool.stats, **self._totals}
 
     def _get_admission_state(self) -> AdmissionState:
         """Return the `AdmissionState` (deadlock avoidance) of all admitted sequences, computed once per step."""
@@ -218,7 +210,10 @@ class Scheduler:
             sequence = self._queue[0]
             if self._refused == (sequence, self.pool.releases):
                 break
-            count, found = self._find_prefix(sequence)
+            if not sequence.scores_prompt:  # else the prefix is empty
+                sequence.chain.extend(sequence.tokens)
+            most = (len(sequence.tokens) - 1) // BLOCK_TOKENS  # without the last token, whose logits are needed
+            count, found = self.pool.find(sequence.chain.hashes[:most], self.windows)
             if self._should_wait_for_prefix(sequence, count):
                 break
             youngest = [[self.pool.find_youngest_holder(block) for block in blocks] for blocks in found]
@@ -238,14 +233,6 @@ class Scheduler:
             self._admit_sequence(self._queue.pop(0), group, count, found)
             sizes[group] += 1
             self._state = joined
-
-    def _find_prefix(self, sequence: Sequence) -> tuple[int, list[list[int]]]:
-        """Find the prefix of a waiting sequence that the prefix cache has. Return (number of KV blocks in the prefix,
-        indices of the prefix's blocks inside the sliding window, one list per block table). The prefix is empty if the
-        prompt's log-probabilities are requested; it never includes the last token, whose logits are needed."""
-        if not sequence.scores_prompt:
-            sequence.chain.extend(sequence.tokens)
-        return self.pool.find(sequence.chain.hashes[: (len(sequence.tokens) - 1) // BLOCK_TOKENS], self.windows)
 
     def _should_wait_for_prefix(self, sequence: Sequence, found: int) -> bool:
         """Return True if the admission of a waiting sequence should be delayed, because a running sequence is about to
@@ -290,15 +277,15 @@ class Scheduler:
                 for table, blocks in enumerate(sequence.tables):
                     blocks.append(self.pool.allocate(sequence.age, table))
             room += missing * BLOCK_TOKENS
-        self._totals["pauses"] += not room and not sequence.paused
-        sequence.paused = not room
+        if (pauses := not room) is not sequence.paused:
+            sequence.paused = pauses
+            self._totals["pauses"] += pauses
         return min(wanted, room)
 
     def _build_batch(self, picked: list[Chunk]) -> StepBatch:
         """Return the batch of the picked chunks. A token that a batch in flight has yet to sample has ID 0."""
-        tokens, positions, starts, context = array("i"), array("i"), array("i", [0]), array("i")
-        slots = [array("i") for _ in self.windows]
-        output_rows: list[int] = []
+        tokens, positions, slots, context, tables, output_rows = (array("i") for _ in range(6))
+        starts = array("i", [0])
         for sequence, own, wanted in picked:
             sequence.in_flight += 1
             offset = len(tokens) - own.start
@@ -307,31 +294,31 @@ class Scheduler:
             positions.extend(own)
             starts.append(len(tokens))
             context.append(own.stop)
-            for blocks, found in zip(sequence.tables, slots, strict=True):
-                found.extend([blocks[at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS for at in own])
-        width = count_blocks(max(context))
-        tables = np.zeros((len(slots), len(picked), width), np.int32)
-        for place, chunk in enumerate(picked):
-            for table, blocks in enumerate(chunk.sequence.tables):
-                tables[table, place, : len(blocks)] = blocks[:width]
-        arrays = (np.array(each, np.int32) for each in (tokens, positions, slots, starts, context, output_rows))
-        tokens_T, positions_T, slots_WT, starts_S, context_S, rows_R = arrays
-        return StepBatch(tokens_T, positions_T, slots_WT, starts_S, context_S, tables, rows_R, picked)
+        width, many = count_blocks(max(context)), len(self.windows)
+        padding = array("i", [0]) * width
+        for table in range(many):
+            for sequence, own, _ in picked:
+                blocks = sequence.tables[table]
+                for position in own:
+                    slots.append(blocks[position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS)
+                tables += blocks[:width] + padding[len(blocks) :]
+        arrays = map(np.asarray, (tokens, positions, slots, starts, context, tables, output_rows))
+        tokens_T, positions_T, slots_N, starts_S, context_S, tables_N, rows_R = arrays
+        slots_WT, tables_WSB = slots_N.reshape(many, -1), tables_N.reshape(many, len(picked), width)
+        return StepBatch(tokens_T, positions_T, slots_WT, starts_S, context_S, tables_WSB, rows_R, picked)
 
     def _record_tokens(self, sequence: Sequence, count: int, results: SequenceOf[TokenResult]) -> Output | None:
         """Record that `count` tokens of a sequence were computed, and the results of its output rows (tokens whose
         logits are wanted). Return the output for its request; None if there is nothing new."""
-        if any(result.token < 0 for result in results):
+        if TokenResult(-1) in results:
             self._finish(sequence, "error")  # its blocks are not registered in the prefix cache
             return Output(sequence.request.id, [], "error", sequence.cached_tokens)
         ends = sequence.computed + count == len(sequence.tokens)
         self._register_full_blocks(sequence, count)
-        sampling = sequence.request.sampling
+        sampling, first = sequence.request.sampling, not sequence.answered
         sampled = list(results[-1:]) if ends and sampling.max_tokens else []
-        scored = None
-        if sequence.scores_prompt and not sequence.answered:
+        if scores := first and sequence.scores_prompt:
             sequence.prompt_results.extend(results[: len(results) - len(sampled)])
-            scored = sequence.prompt_results if ends else None
         if not ends:
             return None
         for result in sampled:
@@ -342,8 +329,11 @@ class Scheduler:
             self._finish(sequence, "stop")
         elif sequence.answered == sampling.max_tokens:
             self._finish(sequence, "length")
-        seconds = time.perf_counter() - sequence.admitted if sequence.answered == len(sampled) else 0.0
-        return Output(sequence.request.id, sampled, sequence.finish_reason, sequence.cached_tokens, scored, seconds)
+        output = Output(sequence.request.id, sampled, sequence.finish_reason, sequence.cached_tokens)
+        if first:
+            output.prompt_results = sequence.prompt_results if scores else None
+            output.prefill_seconds = time.perf_counter() - sequence.admitted
+        return output
 
     def _register_full_blocks(self, sequence: Sequence, count: int) -> None:
         """Advance a sequence by `count` computed tokens: register the KV blocks that are now full in the prefix cache,
@@ -355,8 +345,9 @@ class Scheduler:
             for block in range(full, sequence.computed // BLOCK_TOKENS):
                 for blocks in sequence.tables:
                     self.pool.register(blocks[block], sequence.chain.hashes[block])
-        for table, (blocks, window) in enumerate(zip(sequence.tables, self.windows, strict=True)):
-            for block in range(sequence.released[table], first_block_in_window(sequence.computed, window)):
+        for table, window in self._sliding:
+            blocks, first = sequence.tables[table], first_block_in_window(sequence.computed, window)
+            for block in range(sequence.released[table], first):
                 self.pool.release(blocks[block], sequence.age)
                 blocks[block], sequence.released[table] = 0, block + 1
 
@@ -378,7 +369,7 @@ class Scheduler:
                     self.pool.release(blocks[block], sequence.age)
         self._admitted.remove(sequence)
         if not self._admitted:
-            lost = self.pool.size - self.pool.available
+            lost = self.pool.stats["held"]
             assert not lost, f"idle, but {lost} of {self.pool.size} KV blocks are neither free nor cached"
 
 

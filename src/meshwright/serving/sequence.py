@@ -57,8 +57,8 @@ class Sequence:
         lengths."""
         answer = answers.predict_length(self.answered, self.request.sampling.max_tokens)
         blocks = count_blocks(len(self.request.tokens) + answer)
-        held = [self.blocks - released for released in self.released]
-        return sum(max(0, min(blocks, most) - count) for most, count in zip(self.most_blocks, held, strict=True))
+        limits = zip(self.most_blocks, self.released, strict=True)
+        return sum(max(0, min(blocks, most) - (self.blocks - released)) for most, released in limits)
 
     @property
     def blocks(self) -> int:
@@ -71,15 +71,12 @@ class Sequence:
         (`Request.replayed`) are included."""
         return len(self.tokens) - len(self.request.tokens)
 
-    def get_output_positions(self, count: int) -> range:
-        """Return the range of positions in the sequence whose logits are wanted when the next `count` tokens are
-        computed."""
-        end = self.computed + count
+    def make_chunk(self, count: int) -> Chunk:
+        """Return the chunk of the next `count` tokens, for a step."""
+        begin, end = self.computed, self.computed + count
         ends = end == len(self.tokens)
-        begin = end - ends
-        if self.scores_prompt and self.computed < len(self.request.tokens):
-            begin = self.computed
-        return range(begin, end - (ends and not self.request.sampling.max_tokens))
+        first = begin if self.scores_prompt and begin < len(self.request.tokens) else end - ends
+        return Chunk(self, range(begin, end), range(first, end - (ends and not self.request.sampling.max_tokens)))
 
     def prepare_draw(self, position: int) -> Draw:
         """Return the sampling inputs (`Draw`) for the logits at `position`. With these inputs a GPU samples a token
@@ -103,8 +100,7 @@ class Sequence:
         try:
             if position == len(self.tokens) - 1:
                 return sample(row, sampling, choice=self.request.choice, position=self.answered, counts=self.counts)
-            assert sampling.prompt_logprobs is not None
-            return score_token(row, self.tokens[position + 1], sampling.prompt_logprobs)
+            return score_token(row, self.tokens[position + 1], sampling.prompt_logprobs or 0)
         except InvalidLogits:
             return TokenResult(-1)
 

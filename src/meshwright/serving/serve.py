@@ -11,10 +11,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypedDict, Unpack
 
 from meshwright.checkpoint import find_checkpoint
 from meshwright.collectives.quantities import GIB
@@ -160,8 +159,7 @@ def serve(
                 if signals.received:  # ranks may have ended by it, too: that is no lost rank
                     return 0
                 prompts = starting.result()
-                connections = max(1024, 2 * replicas.max_requests)
-                raise_open_file_limit(connections, log)
+                connections = raise_open_file_limit(max(1024, 2 * replicas.max_requests), log)
                 settings = HttpSettings(name, keys, origins, connections=connections)
                 app = HttpApp(replicas, prompts, settings)
                 host, port = listener.getsockname()[:2]
@@ -170,14 +168,9 @@ def serve(
                 gc.freeze()  # a full collection would look through all modules, for 0.1 s without an answer
                 phases.end("HTTP started")
                 log(f"ready at {url} after {seconds:.2f} s")
-                about = replicas.properties
-                on_ready(
-                    {
-                        "url": url, "model": name, "layout": about["layout"], "dtype": about["dtype"],
-                        "kv_blocks": about["kv_blocks"], "memory": _describe_memory(model.ledger, replicas),
-                        "seconds_to_ready": seconds, "ranks": about["ranks"],
-                    }
-                )  # fmt: skip
+                about = {key: replicas.properties[key] for key in ("layout", "dtype", "kv_blocks", "ranks")}
+                memory = _describe_memory(model.ledger, replicas)
+                on_ready({"url": url, "model": name, **about, "memory": memory, "seconds_to_ready": seconds})
                 return await serve_http(app, listener, replicas, signals, given.get("drain_seconds", 60.0))
             finally:
                 starting.cancel()
@@ -204,8 +197,7 @@ class _StartupTimer:
         self._last = now
 
 
-@dataclass(frozen=True, slots=True)
-class _Settings:
+class _Settings(NamedTuple):
     """Checked settings of a server.
 
     checkpoint: model directory. config: configuration of the model. ledger: predicted memory, with layout, sizes and
@@ -264,7 +256,7 @@ def _prepare_kernels(model: _Settings, phases: _StartupTimer) -> _Settings:
     instruction_set, reason = prepare_kernels(model.ledger.sizes.dtype, model.ledger.layout, phases.log)
     phases.end("settings checked" if reason else f"settings checked, {instruction_set} kernels ready")
     ledger = model.plan(compiled=False) if reason else model.ledger
-    return replace(model, ledger=ledger, kernels=(instruction_set, reason))
+    return model._replace(ledger=ledger, kernels=(instruction_set, reason))
 
 
 def _make_replicas(model: _Settings, options: dict[str, Any], log: Callable[[str], None]) -> Replicas:
@@ -333,6 +325,5 @@ def _raise_end(number: int, unfinished: int) -> NoReturn:
     """Raise KeyboardInterrupt if the signal with this `number` is SIGINT, else Terminated. unfinished: number of
     requests that were not finished."""
     flight = f"{unfinished} requests in flight were ended" if unfinished else "requests in flight were finished"
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt(f"interrupted: {flight}, the server has ended")
-    raise Terminated(f"terminated: {flight}, the server has ended")
+    error, word = (KeyboardInterrupt, "interrupted") if number == signal.SIGINT else (Terminated, "terminated")
+    raise error(f"{word}: {flight}, the server has ended")

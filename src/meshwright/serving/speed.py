@@ -81,6 +81,7 @@ class StepTimes:
         requests. max_sequences: maximum number of sequences that run at a time. groups: number of groups (pipeline
         stages) among which the sequences are divided; a step computes one group.
         """
+        _, b, c = self.coefficients
         seconds, step, keys = 0.0, 0, 0
         ends: list[tuple[int, int]] = []  # heap of (step of the end, keys of a step of this sequence)
         admissions: list[float] = []
@@ -89,7 +90,7 @@ class StepTimes:
             """Simulate the admission of the request with the remaining work `work`: add the time of its prompt to the
             clock, and schedule its end."""
             nonlocal seconds, keys
-            seconds += self._predict_prompt(work)
+            seconds += b * work.prompt + c * work.prompt * (work.context + work.prompt / 2)
             context = work.context + work.prompt + work.answer // 2
             keys += context
             heapq.heappush(ends, (step + work.answer, context))
@@ -104,9 +105,3 @@ class StepTimes:
             admit(work)
             admissions.append(seconds)
         return admissions
-
-    def _predict_prompt(self, work: Work) -> float:
-        """Return the predicted seconds that the prompt of a request adds to the steps that compute it. work: remaining
-        work of the request."""
-        _, b, c = self.coefficients
-        return b * work.prompt + c * work.prompt * (work.context + work.prompt / 2)

@@ -26,12 +26,9 @@ ABORT = "meshwright.abort"  # key of the ASGI scope: function that drops the con
 PieceCallback = Callable[[Choice, Piece], None]
 
 
-class SlowReader(Exception):
-    """Error: a client reads its event stream so slowly that more bytes wait than `HttpSettings.stream_bytes` allows."""
-
-
 class ClientLeft(Exception):
-    """Error: the client closed its connection before the response was complete."""
+    """Error: the connection was closed before the response was complete: by the client, or because it reads its event
+    stream so slowly that more bytes wait than `HttpSettings.stream_bytes` allows."""
 
 
 class JobRunner:
@@ -73,10 +70,10 @@ class JobRunner:
 
         on_piece: called with (choice, piece) for each new piece of text. Raises ApiError if the requests are refused,
         with status 400 if they are more than an idle engine runs and queues."""
-        if len(job.requests) > (most := self._client.max_requests):
+        if len(job.choices) > (most := self._client.max_requests):
             message = f"n: prompts x n should be at most {most}, the requests that this server runs and queues"
             raise ApiError(400, message, param="n")
-        self.check_queue(job.requests, job.ticket)
+        self.check_queue([choice.request for choice in job.choices], job.ticket)
         run: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         run.add_done_callback(lambda _: self._cancel_unfinished(job))
         for choice in job.choices:
@@ -175,13 +172,13 @@ class EventStream(Response):
 
     def _take(self, choice: Choice, piece: Piece) -> None:
         """Append the event of a new piece of `choice` to the events that wait to be sent. Closes the connection, and
-        raises SlowReader, if too many bytes wait."""
+        raises ClientLeft, if too many bytes wait."""
         event = self._job.formatter.format_piece(choice, piece, self._job.choices)
         if not event:
             return
         if self._bytes > self._settings.stream_bytes * len(self._job.choices):
             self._drop()
-            raise SlowReader
+            raise ClientLeft
         self._bytes += len(event)  # one event may be larger: it holds a whole prompt's log-probabilities
         self._waiting.append(event)
         self._news.set()

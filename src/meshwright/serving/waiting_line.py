@@ -16,6 +16,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 MAX_PLACES = 4096
 """Maximum number of places. Beyond it a new client replaces the one that is late the longest; if none is late, it gets
@@ -35,8 +36,7 @@ GUARD = 4
 """1 / `GUARD` of the queue is reserved for clients with a place, if there are that many."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(NamedTuple):
     """Refusal of a request because the engine's queue is full or the engine is not ready, with the time after which to
     retry.
 
@@ -50,8 +50,7 @@ class Refusal:
     retry_after_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
+class Ticket(NamedTuple):
     """Identity of an HTTP request, by which its retry after a refusal (429) is recognised and keeps its place in the
     waiting line (`WaitingLine`).
 
@@ -67,8 +66,7 @@ class Ticket:
     first_attempt: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class QueueLimits:
+class QueueLimits(NamedTuple):
     """Limits on the requests that wait in the queues of all replicas together. requests: maximum number of waiting
     requests. tokens: maximum number of prompt tokens of requests that have no generated token yet. seconds: longest
     predicted wait of a new HTTP request until the first of its sequences is admitted."""
@@ -78,8 +76,7 @@ class QueueLimits:
     seconds: float = 120.0
 
 
-@dataclass(frozen=True, slots=True)
-class QueueForecast:
+class QueueForecast(NamedTuple):
     """State of the engine's queue as it would be after appending a new HTTP request.
 
     Attributes:
@@ -152,11 +149,6 @@ class WaitingLine:
     def outstanding(self) -> int:
         """Number of places in the line that have not expired."""
         self._run_due_checks(self._clock())
-        return self._count_places()
-
-    def _count_places(self) -> int:
-        """Return the number of places in the line; places that have expired since the last `_run_due_checks` are still
-        counted."""
         return len(self._expected) + len(self._late)
 
     def admit(self, ticket: Ticket, requests: int, tokens: int, queue: QueueForecast) -> Refusal | None:
@@ -184,9 +176,9 @@ class WaitingLine:
                 self._remove_place(place, admitted=True)
             return None
         wait = max(MARGIN * max(seconds, queue.delay), SHORTEST_SECONDS)
-        if place is None and ticket.key and self._count_places() >= MAX_PLACES and self._late:
+        if place is None and ticket.key and self.outstanding >= MAX_PLACES and self._late:
             self._remove_place(next(iter(self._late)))
-        if place is None and ticket.key and self._count_places() < MAX_PLACES:
+        if place is None and ticket.key and self.outstanding < MAX_PLACES:
             place = _Place(ticket.key, next(self._counter), count, tokens)
             self._places.setdefault(ticket.key, []).append(place)
         if place is not None:

@@ -34,24 +34,14 @@ class AnswerFormatter:
         such event."""
         return b""
 
-    def format_piece(self, choice: Choice, piece: Piece, choices: Sequence[Choice]) -> bytes:
-        """Return the event, as bytes, for a new piece of `choice` in a streamed response; empty bytes if the piece
-        needs no event. choices: all choices of the response, from which the token counts of `usage` are computed."""
-        raise NotImplementedError
-
     def close_stream(self, choices: Sequence[Choice]) -> bytes:
         """Return the last events (usage, end marker), as bytes, of a streamed response; empty bytes if the API has
         none. choices: all choices of the response."""
         return b""
 
-    def format_answer(self, choices: Sequence[Choice], pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Return the JSON object of a response without streaming. choices: its choices (answers). pieces: all text and
-        tokens of each choice, in the same order."""
-        raise NotImplementedError
-
     def describe_token(self, token: int, logprob: float | None) -> dict[str, Any]:
         """Return {"token": text, "logprob", "bytes"} of a token ID. logprob: its log-probability, or None."""
-        data = list(self._prompts.get_token_bytes(token))
+        data = list(self._prompts.token_bytes[token])
         return {"token": self.show_token(token), "logprob": _clamp_logprob(logprob), "bytes": data}
 
     def describe_result(self, result: TokenResult, count: int) -> dict[str, Any]:
@@ -236,7 +226,7 @@ class LlamaFormatter(AnswerFormatter):
         """Return the JSON object that ends the answer `choice`: the last event of a stream, or the whole response, with
         settings, stop reason and timings. piece: text and tokens of this object."""
         now, body, request = time.perf_counter(), self._body, choice.request
-        first = choice.first_token or now
+        first = choice.first_token if choice.completion_tokens else now
         computed = len(request.tokens) - choice.cached_tokens
         word = choice.stop_reason if isinstance(choice.stop_reason, str) else ""
         ended = "limit" if choice.finish_reason == "length" else "eos"

@@ -44,7 +44,7 @@ class Body(BaseModel):
     unless the body declares the field."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, json_schema_extra=_allow_null)
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = parameters.UNSUPPORTED
 
     @model_validator(mode="before")
     @classmethod
@@ -57,13 +57,6 @@ class Body(BaseModel):
             if name not in cls.model_fields and name in cls.unsupported and value not in cls.unsupported[name]:
                 raise _make_wrong_field_error(name, "not supported by this server", "unsupported_parameter")
         return given
-
-
-class EndpointBody(Body):
-    """Base class of the bodies of all endpoints. Fields in `UNSUPPORTED` are rejected, except with values that have no
-    effect."""
-
-    unsupported = parameters.UNSUPPORTED
 
 
 class ChatMessage(Body):
@@ -85,7 +78,7 @@ class ChatMessage(Body):
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
 
 
-class TemplateBody(EndpointBody):
+class TemplateBody(Body):
     """Base class of the bodies that may have a conversation for the model's chat template."""
 
     messages: Messages | None = None
@@ -128,7 +121,7 @@ class TokenizeBody(TemplateBody):
         return self
 
 
-class DetokenizeBody(EndpointBody):
+class DetokenizeBody(Body):
     """Body of `/detokenize`: token IDs to be converted to text."""
 
     model: str | None = None
@@ -138,11 +131,13 @@ class DetokenizeBody(EndpointBody):
 class StreamOptions(Body):
     """`stream_options` of a request: options to report token usage in a streamed response."""
 
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
     include_usage: bool = Field(False, description="send the usage before the end of the stream")
     continuous_usage_stats: bool = Field(False, description="send the usage so far with every chunk")
 
 
-class GenerationBody(EndpointBody):
+class GenerationBody(Body):
     """Base class of the bodies of all endpoints that generate text: sampling options, stop conditions and streaming, as
     in OpenAI's API and vLLM."""
 
@@ -329,7 +324,7 @@ class ChatBody(OpenAIBody, ConversationBody):
 _Body = TypeVar("_Body", bound=Body)
 
 
-def parse_body(model: type[_Body], data: bytes) -> _Body:
+def parse_body(model: type[_Body], data: bytes | bytearray) -> _Body:
     """Parse and validate the JSON `data` as a `model`. Raises ApiError (400), which names the first wrong field."""
     try:
         values = from_json(data, allow_inf_nan=False)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from meshwright.serving.choices import Choice, StopRule
 from meshwright.serving.prompts import Prompts
-from meshwright.serving.protocol.answers import AnswerFormatter, ChatFormatter, CompletionFormatter, LlamaFormatter
+from meshwright.serving.protocol.answers import ChatFormatter, CompletionFormatter, LlamaFormatter
 from meshwright.serving.protocol.bodies import ChatBody, CompletionBody, GenerationBody, LlamaBody
 from meshwright.serving.protocol.errors import ApiError
 from meshwright.serving.protocol.parameters import MAX_SEQUENCES
@@ -18,7 +18,8 @@ from meshwright.serving.waiting_line import Ticket
 
 MAX_TOKENS = 2**24  # of all prompts x n of one HTTP request
 
-GENERATION: dict[str, tuple[type[GenerationBody], type[AnswerFormatter]]] = {
+Formatter = CompletionFormatter | LlamaFormatter
+GENERATION: dict[str, tuple[type[GenerationBody], type[Formatter]]] = {
     "/v1/completions": (CompletionBody, CompletionFormatter),
     "/v1/chat/completions": (ChatBody, ChatFormatter),
     "/completion": (LlamaBody, LlamaFormatter),
@@ -39,14 +40,9 @@ class Job:
     """
 
     choices: Sequence[Choice]
-    formatter: AnswerFormatter
+    formatter: Formatter
     stream: bool
     ticket: Ticket = field(default_factory=Ticket)
-
-    @property
-    def requests(self) -> list[Request]:
-        """The engine's requests of this job, one for each choice, in order."""
-        return [choice.request for choice in self.choices]
 
 
 def build_job(body: GenerationBody, prompts: Prompts, model: str, name: str) -> Job:
