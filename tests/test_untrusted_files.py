@@ -127,6 +127,7 @@ DIRECT_READS = {
         ),
         "files of the package",
     ),
+    "serving.protocol.bodies": "the server bounds a body; depth is limited by the parser and checked",
     "emulation.script": "runs the user's own script, as python does",
     **dict.fromkeys(
         (
@@ -158,6 +159,7 @@ DIRECT_READS = {
             "launcher.rank_threads",
             "launcher.rank_process",
             "serving.messages",
+            "serving.replicas",
             "checkpoint.agreement",
             "training.first_start",
         ),
@@ -180,13 +182,13 @@ DIRECT_READS = {
 
 
 def direct_reads(source: str) -> list[int]:
-    """The lines that call read_text, read_bytes, json.loads or json.load."""
-    names = {"read_text", "read_bytes", "loads", "load"}
+    """The lines that call read_text, read_bytes, json.loads, json.load or pydantic_core's from_json."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    names = {"json.loads", "json.load", "from_json"}
     return [
-        node.lineno
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names
-        if node.func.attr.startswith("read_") or ast.unparse(node.func.value) == "json"
+        call.lineno
+        for call in calls
+        if (name := ast.unparse(call.func)) in names or name.endswith((".read_text", ".read_bytes"))
     ]
 
 
@@ -201,6 +203,6 @@ def test_paths_are_read_through_untrusted(repository: Path):
     assert DIRECT_READS.keys() - found == set(), "reads nothing directly any more"
 
 
-@pytest.mark.parametrize("text", ["path.read_text()", "Path(a).read_bytes()", "json.loads(a)", "json.load(a)"])
+@pytest.mark.parametrize("text", ["path.read_text()", "Path(a).read_bytes()", "json.loads(a)", "json.load(a)", "from_json(a)"])
 def test_direct_reads_are_found(text: str):
     assert direct_reads(text) == [1]
