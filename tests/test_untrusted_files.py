@@ -203,6 +203,8 @@ def test_paths_are_read_through_untrusted(repository: Path):
     assert DIRECT_READS.keys() - found == set(), "reads nothing directly any more"
 
 
-@pytest.mark.parametrize("text", ["path.read_text()", "Path(a).read_bytes()", "json.loads(a)", "json.load(a)", "from_json(a)"])
+@pytest.mark.parametrize(
+    "text", ["path.read_text()", "Path(a).read_bytes()", "json.loads(a)", "json.load(a)", "from_json(a)"]
+)
 def test_direct_reads_are_found(text: str):
     assert direct_reads(text) == [1]
