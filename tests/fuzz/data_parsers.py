@@ -295,10 +295,10 @@ def read_body(name: str) -> Callable[[bytes, Path], None]:
             body = bodies.parse_body(getattr(bodies, name), data)
             assert type(body).model_validate_json(body.model_dump_json(exclude_unset=True, by_alias=True)) == body
             if isinstance(body, bodies.GenerationBody):
-                job = build_job(body, prompts, "m", "id")
+                requests = [choice.request for choice in build_job(body, prompts, "m", "id").choices]
                 vocabulary = prompts.vocabulary
-                assert all(0 <= token < vocabulary for each in job.requests for token in each.tokens)
-                assert all(len(each.tokens) <= prompts.max_length for each in job.requests)
+                assert all(0 <= token < vocabulary for each in requests for token in each.tokens)
+                assert all(len(each.tokens) <= prompts.max_length for each in requests)
         except ApiError as error:
             assert 400 <= error.status < 500
             assert json.loads(error.to_json())["error"]["message"]

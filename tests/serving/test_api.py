@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models
@@ -197,6 +198,12 @@ def test_stop_string_ends_generation_and_stream(model: mw.Model, monkeypatch: py
     assert model.generate(["x", "xy"], **options)[0].text == text
     with pytest.raises(UserError, match="n 2: should be 1, as a stream has one answer"):
         model.stream("x", n=2)
+
+
+def test_numbers_of_tokens_and_answers_may_be_numpy_integers(model: mw.Model):
+    options: dict[str, Any] = {"max_tokens": np.int64(3), "n": np.uint8(2)}
+    found = model.generate("x", **options)
+    assert len(found.others) == 1 and found.tokens == model.generate("x", max_tokens=3).tokens
 
 
 @pytest.mark.parametrize("name", ["bytes", "bpe", "word", "character", "wordpiece", "unigram"])

@@ -33,8 +33,8 @@ def test_weights_are_the_models_parameters(tmp_path: Path, name: str, monkeypatc
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
         model, _ = load_huggingface(directory, dtype)
         parameters = {name: parameter.view(-1) for name, parameter in model.named_parameters()}
-        assert set(weights._buffers) == set(parameters)
-        for tensor in weights._buffers:
+        assert set(weights) == set(parameters)
+        for tensor in weights:
             assert torch.equal(weights.read(tensor, dtype).reshape(-1), parameters[tensor]), tensor
     assert sum(sizes) == 3 * 4 * sum(each.numel() for each in parameters.values())  # each tensor once
 
@@ -60,7 +60,7 @@ def test_pages_of_the_file_are_dropped_after_use(tmp_path: Path):
 
     weights = RankWeights(directory, Mesh.single())
     most = 0
-    for tensor in weights._buffers:
+    for tensor in weights:
         weights.read(tensor, torch.float32)
         most = max(most, count_mapped_bytes())
     size = (directory / "model.safetensors").stat().st_size

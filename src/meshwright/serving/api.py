@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
@@ -267,7 +268,7 @@ class Model:
         n = chosen.pop("n", 1)
         stop = StopRule.parse(chosen.pop("stop", ()))
         for name, count in (("max_tokens", wanted), ("n", n)):
-            if not isinstance(count, int) or count < 1:
+            if not isinstance(count, Integral) or count < 1:
                 raise UserError(f"{name} {count}: should be 1 or more")
         if problem := make_limit_error("new_tokens", wanted, "max_tokens"):
             raise UserError(problem)

@@ -63,8 +63,8 @@ class AnswerText:
             end, _, self.stopped_by = min(found)
         else:
             longest = min(max(map(len, self._stop)) - 1, len(text))
-            begun = (n for n in range(longest, 0, -1) if any(each.startswith(text[-n:]) for each in self._stop))
-            end = len(text) - next(begun, 0)
+            lengths = (n for n in range(longest, 0, -1) if any(each.startswith(text[-n:]) for each in self._stop))
+            end = len(text) - next(lengths, 0)
         self._held = "" if found else text[end:]
         return text[:end]
 

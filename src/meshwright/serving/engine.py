@@ -267,8 +267,8 @@ class PipelineEngine(Engine):
 
     def _start_transfer(self, kind: Kind, number: int, batch: StepBatch) -> None:
         """Start one send or receive for `batch`, which `_finish_transfer` ends. kind: SEND_FORWARD or RECEIVE_FORWARD
-        for hidden states, which go to the next stage; SEND_BACKWARD or RECEIVE_BACKWARD for sampled
-        tokens, which go to the previous stage. number: slot (call of `step`) in which the batch was scheduled."""
+        for hidden states, which go to the next stage; SEND_BACKWARD or RECEIVE_BACKWARD for sampled tokens, which go to
+        the previous stage. number: slot (call of `step`) in which the batch was scheduled."""
         options = [chunk.sequence.request.sampling for chunk in batch.chunks]
         alternatives = max(max(each.logprobs or 0, each.prompt_logprobs or 0) for each in options)
         alternatives = min(alternatives, self.runner.config.vocabulary)  # no token has more

@@ -8,7 +8,7 @@ import hmac
 import re
 import secrets
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -127,8 +127,8 @@ class Gate:
             message = f"Content-Encoding {encoding[:100]!r} is not supported: send the body without compression"
             raise ApiError(415, message, code="content_encoding")
         try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(settings.body_seconds) as limit:
+            try:
+                async with asyncio.timeout(settings.body_seconds):
                     async for part in request.stream():
                         self._bytes += len(part)
                         body += part
@@ -137,8 +137,8 @@ class Gate:
                         if self._bytes > settings.all_body_bytes:
                             message, wait = "the bodies of all requests are too large together", make_retry_headers(1.0)
                             raise ApiError(429, message, code="body_bytes", headers=wait)
-            if limit.expired():
-                raise ApiError(408, f"the body did not arrive within {settings.body_seconds:g} s", code="timeout")
+            except TimeoutError:
+                raise ApiError(408, f"the body took longer than {settings.body_seconds:g} s", code="timeout") from None
             yield body
         finally:
             self._bytes -= len(body)

@@ -64,13 +64,10 @@ class HttpApp:
         self._runner = JobRunner(client, self.metrics, settings)
         self._created = int(time.time())
         posts: dict[str, tuple[type[Body], Endpoint]] = {
+            **{path: (body, self._generate) for path, (body, _) in GENERATION.items()},
             "/tokenize": (bodies.TokenizeBody, partial(self._parse, use=self._tokenize)),
             "/detokenize": (bodies.DetokenizeBody, partial(self._parse, use=self._detokenize)),
-            "/apply-template": (
-                bodies.ConversationBody,
-                partial(self._parse, use=self._apply_template),
-            ),
-            **{path: (body, self._generate) for path, (body, _) in GENERATION.items()},
+            "/apply-template": (bodies.ConversationBody, partial(self._parse, use=self._apply_template)),
         }
         gets: dict[str, Endpoint] = {
             "/v1/models": lambda _: {"object": "list", "data": [self._show_model(settings.model)]},

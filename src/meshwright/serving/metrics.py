@@ -74,12 +74,12 @@ class ServingMetrics:
         labels: names of the counter's labels besides `model_name`."""
         return Counter(PREFIX + name, text, ["model_name", *labels], registry=self._registry)
 
-    def observe(self, choice: Choice, piece: Piece, before: float) -> None:
-        """Record the tokens and latencies of a new piece of a choice (an API answer). before: the choice's `last_token`
-        before this piece."""
-        if choice.last_token != before:
-            self._generation_tokens.inc(len(piece.tokens))
-            if choice.last_token == choice.first_token:
+    def observe(self, choice: Choice, piece: Piece, known: int, before: float) -> None:
+        """Record the tokens and latencies of a new piece of a choice (an API answer). known, before: the choice's
+        `completion_tokens` and `last_token` before this piece, whose tokens may include those of an echoed prompt."""
+        if choice.completion_tokens > known:
+            self._generation_tokens.inc(choice.completion_tokens - known)
+            if not known:
                 self._histograms["time_to_first_token_seconds"].observe(choice.last_token - choice.created)
                 waited = choice.last_token - choice.created - choice.prefill_seconds
                 self._histograms["request_queue_time_seconds"].observe(max(0.0, waited))

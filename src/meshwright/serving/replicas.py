@@ -285,8 +285,7 @@ class Replicas:
     async def _listen_to_rank(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Handle the messages of one rank's connection (its streams `reader` and `writer`) until it is closed, at which
         the replica counts as lost."""
-        first = await messages.receive(reader)
-        if first is None:
+        if (first := await messages.receive(reader)) is None:
             return
         hello = from_json(first)["hello"]
         replica, start = self._replicas[hello["replica"]], hello["start"]

@@ -28,14 +28,15 @@ class InvalidLogits(MeshwrightError):
 
 
 def _to_python_integer(value: object) -> object:
-    """Convert an integer of numpy to one of Python, which pydantic's strict mode accepts alone."""
+    """Convert a NumPy integer to a Python one, as pydantic in strict mode takes no other; return any other value as it
+    is."""
     return int(value) if isinstance(value, np.integer) else value
 
 
 # Ranges of the options, for engine and API.
 AcceptNumpy = BeforeValidator(_to_python_integer)
 Integer = Annotated[int, AcceptNumpy]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]  # without the conversion, as the prompts of bodies have very many
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]  # without conversion, as bodies have many in their prompts
 TokenCount = Annotated[Integer, Field(ge=0, le=2**30)]
 Temperature = Annotated[float, Field(ge=0, le=100, description="0: the most likely token")]
 TopP = Annotated[float, Field(gt=0, le=1, description="1: off")]
@@ -96,7 +97,7 @@ class Sampling:
             first = error.errors(include_url=False)[0]
             name = ".".join(map(str, first["loc"])).removesuffix(".[key]")
             raise UserError(f"{name} {shorten_repr(first['input'])}: {first['msg'].removeprefix('Input ')}") from None
-        for name, value in checked:
+        for name, value in checked:  # with Python's integers in place of NumPy's
             object.__setattr__(self, name, value)
         if self.min_tokens > self.max_tokens:
             raise UserError(f"min_tokens {self.min_tokens}: should be 0 to max_tokens")

@@ -1,7 +1,7 @@
 """Continuous batching with chunked prefill: choice of the tokens that the next step computes.
 
 Shapes: T tokens of a step, S sequences of a step, W block tables of a sequence, B blocks of the longest one, R rows of
-logits, V vocabulary."""
+logits, V vocabulary, N entries of several tables in one row."""
 
 from __future__ import annotations
 

@@ -100,10 +100,10 @@ class JobRunner:
             if output.finish_reason in FAILED_ENDS:
                 status, message, code = FAILED_ENDS[output.finish_reason]
                 raise ApiError(status, message, code=code)
-            before = choice.last_token
+            known, before = choice.completion_tokens, choice.last_token
             with convert_panics():  # of the tokenizer, which events with log-probabilities use too
                 piece = choice.push(output)
-                self._metrics.observe(choice, piece, before)
+                self._metrics.observe(choice, piece, known, before)
                 on_piece(choice, piece)
         except Exception as error:
             run.set_exception(error)

@@ -6,6 +6,7 @@ A model parameter is one in memory; it may combine several of the checkpoint's t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -57,6 +58,10 @@ class RankWeights:
                 flat = make_flat_layout(table, unit, 1, layout, coordinates, part)
                 self._buffers |= {placed.tensor.name: (flat, placed) for placed in flat.tensors}
 
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of the model parameters, in forward order."""
+        return iter(self._buffers)
+
     def is_bfloat16(self, name: str) -> bool:
         """Return True if the model parameter `name` is stored in bfloat16 in the checkpoint's files."""
         flat, placed = self._buffers[name]
@@ -86,7 +91,7 @@ class RankWeights:
         parameters, converted to `dtype`. axes: communication of the mesh axes."""
         model = Transformer(self.config, axes=axes, device=device, dtype=dtype, stages=[self.stage])
         model.requires_grad_(False).eval()
-        for name in self._buffers:
+        for name in self:
             parameter = model.get_parameter(name)
             parameter.copy_(self.read(name, dtype).view_as(parameter))
         return model
