@@ -298,5 +298,5 @@ def test_wrong_prompt_is_one_line(trained: Path):
     model = mw.load("runs/tiny", device="cpu")
     with pytest.raises(mw.UserError, match="prompt: takes a text or a list of token IDs, not int"):
         model.generate([3])  # type: ignore[list-item]
-    with pytest.raises(mw.UserError, match="temperature -1: should be 0"):
+    with pytest.raises(mw.UserError, match="temperature -1: should be greater than or equal to 0"):
         model.stream("def ", temperature=-1)
