@@ -128,7 +128,7 @@ def list_reference_layouts(
         layout = Layout(dp=hosts, precision=waiting).with_(**{axis: host_ranks})
         try:
             refuse(layout, model.config, model.rows * ranks, model.sequence)
-        except UserError:  # heads or tokens that so many ranks cannot share
+        except UserError:  # heads or tokens are not divisible by the number of ranks
             continue
         found += [layout] if host_ranks > 1 else []
     return found

@@ -300,8 +300,9 @@ class Model:
                 f"{self.directory}: its tokenizer has no chat template: give a text to be continued (without --chat)"
             )
         if isinstance(prompt, str):
-            turns = Conversation([Message("user", prompt)])
-            return self._prompts.encode_chat(turns) if chat else self._prompts.encode(prompt)
+            if chat:
+                return self._prompts.encode_chat(Conversation([Message("user", prompt)]))
+            return self._prompts.encode(prompt)
         if isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
             return self._prompts.check(prompt)
         raise UserError(f"prompt: takes a text or a list of token IDs, not {type(prompt).__name__}")

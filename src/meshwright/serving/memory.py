@@ -32,8 +32,7 @@ def parse_memory(text: str, host: HostMemory) -> int:
     text = text.strip()
     if re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", text) and (fraction := float(text)) < 2**20:
         if not 0 < fraction <= 1:
-            right = "a fraction is above 0 and at most 1, a size has a unit, such as 12GiB"
-            raise UserError(f"--memory {text}: {right}")
+            raise UserError(f"--memory {text}: a fraction is above 0 and at most 1, a size has a unit, such as 12GiB")
         return min(int(fraction * host.total), host.available)
     size = parse_bytes(text, "--memory (a fraction such as 0.9, or a size)")
     if size > host.available:
