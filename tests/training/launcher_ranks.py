@@ -134,8 +134,11 @@ class NeverReached:
 
 
 def case_device_of_rank_0_hangs(description: dict[str, Any], start: RendezvousInfo) -> dict[str, Any]:
-    """The host continues after each call and then waits for its device in C; rank 1 never makes the call."""
-    if start.rank == 0:
+    """The host continues after each call and then waits for its device in C; rank 1 runs, but never makes the call."""
+    if start.rank == 1:
+        (Path(description["directory"]) / "elsewhere").touch()
+    else:
+        until(Path(description["directory"]) / "elsewhere")
         device_calls.LOOK_SECONDS = 0.01
         error = RankLost("the GPU of rank 0 did not complete a call within 0.2 s")
         calls = DeviceCalls(get_process_writer(), NeverReached, 0.2, lambda number: end_as_lost(error))
