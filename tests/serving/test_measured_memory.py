@@ -172,6 +172,7 @@ def run(op, length):
 run(operations[0], tokens)
 reset_peak_rss()
 before = read_resident_bytes()
+run(operations[0], min(length, 7168))  # the longest whose spans are shared work items
 for op in operations:
     run(op, length)
 print(read_peak_resident_bytes() - before, kernels.instruction_set)
@@ -183,7 +184,7 @@ print(read_peak_resident_bytes() - before, kernels.instruction_set)
     ("name", "attention", "products"),
     [
         ("qwen2-tiny", (16, 64, 131072), [("dense", 1, 98304), ("dense", 1, 131072), ("dense", 1, 4096)]),
-        ("qwen2-tiny", (16, 64, 28672), [("dense", 1, 4096)]),  # just below the limit of `_SHARED_PARTIALS`
+        ("qwen2-tiny", (16, 64, 7168), [("dense", 1, 4096)]),  # just below the limit of `_SHARED_PARTIALS`
         ("qwen2-moe-tiny", (1, 16, 64), [("dense", 1, 32768), ("experts", 4, 20480)]),
         ("deepseek-v2-tiny", (1, 16, 64), [("dense", 1, 1024), ("heads", 16, 4096)]),
     ],

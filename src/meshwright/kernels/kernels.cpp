@@ -156,14 +156,18 @@ static void attend(const Op& op, Run& run, long item) {
     const QueryTile& tile = run.tiles[unit / op.cache.kv_heads];
     const int32_t* positions = run.step->positions + tile.first;
     const long first = first_visible(op, *positions) / SPAN_TOKENS, last = positions[tile.count - 1] / SPAN_TOKENS + 1;
-    const long scored = tile.count * op.heads / op.cache.kv_heads * SECTION_TOKENS;
-    float* scores = take_scratch(scored + (run.parts > 1 ? 0 : (last - first) * run.floats));
-    float* sums = run.parts > 1 ? run.partials.data() + unit * run.spans * run.floats : scores + scored;
-    for (long span = item % run.parts; span < last - first; span += run.parts)
-        (op.cache.bf16 ? attend_span<bfloat16> : attend_span<float>)(op, *run.step, tile, head, first + span,
-                                                                     sums + span * run.floats, scores);
-    if (std::atomic_ref(run.done[unit]).fetch_add(1) + 1 == run.parts)  // the last part
-        finish_tile(op, tile, head, last - first, sums, run.floats);
+    const auto attend_one = op.cache.bf16 ? attend_span<bfloat16> : attend_span<float>;
+    const bool alone = run.parts == 1;  // merges each result at once, else the last part merges them
+    float* scores = take_scratch(run.floats / partial_floats(op.cache.head_dim) * SPAN_TOKENS + 2 * run.floats);
+    float* sums = alone ? scores : run.partials.data() + unit * run.spans * run.floats;
+    for (long span = item % run.parts; span < last - first; span += run.parts) {
+        float* result = sums + (alone ? std::min(span, 1L) : span) * run.floats;
+        attend_one(op, *run.step, tile, head, first + span, result, scores + 2 * run.floats);
+        if (alone && span) merge(op, tile, sums, result);
+    }
+    if (std::atomic_ref(run.done[unit]).fetch_add(1) + 1 < run.parts) return;
+    for (long span = 1; span < last - first && !alone; ++span) merge(op, tile, sums, sums + span * run.floats);
+    finish_tile(op, tile, head, sums);
 }
 
 // Allocates the memory that the current operation shares, and does what one thread does alone; returns the number of

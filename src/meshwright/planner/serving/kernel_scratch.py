@@ -8,7 +8,7 @@ from meshwright.spec.config import ModelConfig
 
 # Those of kernels/product.h and attention.h:
 _SUMS = 256 * 8 * 16  # float32 numbers of the sums of a work item of a product
-_TILE_TOKENS, _SECTION_TOKENS, _SPAN_TOKENS = 16, 64, 1024  # of a tile of queries; of the context that it attends to
+_TILE_TOKENS, _SPAN_TOKENS = 16, 256  # of a tile of queries; of a span of the context that it attends to
 _SHARED_PARTIALS = 2 << 20  # most float32 numbers of the results of spans that are work items
 _LATENT_GROUP = 16  # most query heads of latent attention in a tile
 
@@ -29,18 +29,17 @@ class StepScratch(NamedTuple):
 
 def scratch_bytes(config: ModelConfig, heads: int, kv_heads: int, sizes: StepScratch) -> int:
     """Return an upper bound of the bytes that the kernels of a rank with `heads` query and `kv_heads` key-value heads
-    allocate while they compute steps. For each thread: the sums of a product, or attention's results for a tile of
-    queries in every span of the longest context. Once: the rounded rows of a product (those of tokens, of assignments
+    allocate while they compute steps. For each thread: the sums of a product, or attention's scores of a tile of
+    queries in a span, and results of two spans. Once: the rounded rows of a product (those of tokens, of assignments
     to experts, or of each head of latent attention), and results of the spans of long contexts, which are work items as
     long as they take at most `_SHARED_PARTIALS`."""
-    spans = -(-sizes.length // _SPAN_TOKENS)
     group, size = heads // kv_heads, config.head_dim
     inputs = [(1, sizes.rounded), (config.experts_per_token, sizes.expert_rounded)]  # rows of a token, their features
     if config.latent is not None:
         group, size = min(heads, _LATENT_GROUP), config.latent.cached_dim
         inputs.append((heads, max(config.latent.rank, config.head_dim - config.latent.rotary_dim)))
     rows, partial = _TILE_TOKENS * group, 32 + -(-size // 16) * 16
-    together = _SHARED_PARTIALS if spans > 1 else 0  # more than short steps of small models take
+    together = _SHARED_PARTIALS if sizes.length > _SPAN_TOKENS else 0  # more than short steps of small models take
     rounded = max((sizes.tokens * count + 31) * (-(-width // 32) * 32 + 32) for count, width in inputs)
-    of_thread = max(_SUMS, rows * (_SECTION_TOKENS + spans * partial))
+    of_thread = max(_SUMS, rows * (_SPAN_TOKENS + 2 * partial))
     return 4 * (sizes.threads * of_thread + together) + 2 * (rounded if sizes.rounded else 0)
