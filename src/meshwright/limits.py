@@ -53,6 +53,7 @@ LIMITS: dict[str, Limit] = {
     "micro_batches": Limit(2**20, "micro-batches per step of one pipeline"),
     "bytes": Limit(2**60, "bytes of a vector"),
     "new_tokens": Limit(2**30, "as max_positions"),
+    "choices": Limit(128, "as OpenAI's API"),
     # --- files
     "config_bytes": Limit(2**24, "config.json and similar files: published ones have up to 100,000 bytes"),
     "json_bytes": Limit(2**26, "tokenizer.json, indexes, manifests: published ones have up to 33 MB (Gemma 3)"),

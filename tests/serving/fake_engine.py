@@ -75,6 +75,10 @@ class FakeEngine:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.say(text)
 
+    @property
+    def idle(self) -> bool:
+        return not self.running
+
     def say(self, text: str) -> None:
         """Set the text of the answers."""
         self.tokens = [*self.prompts.encode(text, add_start=False), *sorted(self.prompts.ends)]

@@ -206,6 +206,13 @@ def test_numbers_of_tokens_and_answers_may_be_numpy_integers(model: mw.Model):
     assert len(found.others) == 1 and found.tokens == model.generate("x", max_tokens=3).tokens
 
 
+def test_prompts_may_be_numpy_integers(model: mw.Model):
+    ids = [65, 66, 67]
+    prompts: list[Any] = [ids, [*np.array(ids)], np.array(ids, np.uint16), *np.array([ids, ids])]
+    found = model.generate(prompts, max_tokens=3)
+    assert len(found) == 5 and [each.tokens for each in found] == [found[0].tokens] * 5
+
+
 @pytest.mark.parametrize("name", ["bytes", "bpe", "word", "character", "wordpiece", "unigram"])
 def test_prompt_text_never_becomes_special_token(copy: Path, name: str):
     write_tokenizer(copy, name, 257, None, iter(["a b <|endoftext|> [UNK] <unk>"] * 9))
@@ -230,6 +237,7 @@ def test_directory_without_generative_model_is_refused(model: mw.Model, copy: Pa
         ("x", {"max_tokens": 0}, "max_tokens 0"),
         ("x", {"top_p": 2.0}, "top_p 2"),
         ("x", {"n": 0}, "n 0: should be 1 or more"),
+        ("x", {"n": np.int64(129)}, "n 129 is too large: at most 128"),
         ("x", {"stop": ""}, "stop: should be a text"),
         ("x", {"stop": [3]}, "stop: should be a text"),
         ("x", {"logit_bias": [1]}, "logit_bias .1.: should be"),
@@ -240,9 +248,14 @@ def test_directory_without_generative_model_is_refused(model: mw.Model, copy: Pa
         ([257], {}, "token 257 is not in the model's vocabulary, 0 to 256"),
         ([], {}, "the prompt is empty"),
         (None, {}, "prompt: takes a text or a list of token IDs, not NoneType"),
+        ([True, False], {}, "prompt: takes a text or a list of token IDs, not list"),
+        (np.array([1.0]), {}, "prompt: takes a text or a list of token IDs, not ndarray"),
     ):
         with pytest.raises(UserError, match=reason):
             model.generate([prompt], **options)  # type: ignore[list-item, arg-type]
+    single: Any = 5
+    with pytest.raises(UserError, match="prompt: takes a text or a list of token IDs, not int"):
+        model.generate(single)
     (copy / "generation_config.json").write_text("[")
     with pytest.raises(UserError, match="generation_config.json is not a JSON object"):
         mw.load(copy, device="cpu")

@@ -303,6 +303,36 @@ def test_second_signal_ends_unfinished_requests_immediately(engine: FakeEngine):
     assert time.monotonic() - times[1] < 30
 
 
+def test_client_that_does_not_read_delays_the_end_only_until_the_limit_for_reading(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+):
+    """Its answer is complete, but larger than the buffers of its connection."""
+    monkeypatch.setattr(http_server, "READ_SECONDS", 0.1)
+    listener = open_socket("127.0.0.1", 0)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    answer = {"prompt": "x", "max_tokens": 150, "ignore_eos": True, "logprobs": 20, "stream": True}
+    app = HttpApp(engine, engine.prompts, HttpSettings("m", stream_bytes=1 << 30))
+    ended = threading.Event()
+
+    def stop() -> None:
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(listener.getsockname())
+            connection.sendall(post(json.dumps(answer).encode()))
+            wait_until(lambda: bool(engine.requests) and not engine.running)
+            os.kill(os.getpid(), signal.SIGTERM)
+            if not ended.wait(30):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with StopSignals() as signals:
+        thread = threading.Thread(target=stop)
+        thread.start()
+        assert asyncio.run(http_server.serve_http(app, listener, engine, signals, drain_seconds=3600)) == 1
+        ended.set()
+        thread.join()
+    assert len(signals.received) == 1
+
+
 def test_full_queue_refuses_large_body_unread_and_keeps_connection(
     address: tuple[str, int], engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ):

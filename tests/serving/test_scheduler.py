@@ -450,6 +450,33 @@ def test_pipeline_groups_are_balanced_and_separate():
         scheduler.schedule(0)
 
 
+@pytest.mark.parametrize(("longest", "together"), [(140, 1), (90, 2)])
+def test_places_are_those_that_run_while_the_next_request_lacks_blocks(longest: int, together: int):
+    """A pool of 10 blocks: with answers of 140 tokens a second sequence would be unsafe, with answers of 90 tokens a
+    third one would soon have to pause."""
+    scheduler, runner = make(10, max_sequences=8)
+    for number in range(4):
+        scheduler.add(Request(str(number), prompt(10, number), Sampling(max_tokens=longest)))
+    step(scheduler, runner)
+    assert (scheduler.stats["waiting"], scheduler.stats["places"]) == (4 - together, together)
+    while not scheduler.idle:
+        step(scheduler, runner)
+        stats = scheduler.stats
+        assert stats["places"] == (stats["running"] + stats["paused"] if stats["waiting"] else 8)
+
+
+def test_request_that_waits_for_a_common_prefix_leaves_places_open_after_blocks_were_lacking():
+    scheduler, runner = make(10, max_sequences=8, token_budget=16)
+    for name, length, longest in (("long", 10, 140), ("first", 40, 5), ("second", 40, 5)):
+        scheduler.add(Request(name, prompt(length, length), Sampling(max_tokens=longest)))
+    step(scheduler, runner)
+    assert (scheduler.stats["waiting"], scheduler.stats["places"]) == (2, 1)
+    while scheduler.stats["waiting"] == 2:
+        step(scheduler, runner)
+    assert (scheduler.stats["running"], scheduler.stats["places"]) == (1, 8)
+    finish(scheduler, runner)
+
+
 def test_request_that_can_never_run_is_refused():
     scheduler, _ = make(blocks=10)
     scheduler.add(Request("a", prompt(100), Sampling(max_tokens=61)))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 
 import pytest
 
+from meshwright.planner.serving.ledger import ServingSizes
 from meshwright.serving.replica import Replica, Stream
 from meshwright.serving.request import Request
 from meshwright.serving.sampling import Sampling
+from meshwright.serving.scheduler import Scheduler
 from meshwright.serving.speed import StepTimes, Work
 
 
@@ -110,7 +113,7 @@ def replica_with_queue(prompt: int, running: int = 4) -> Replica:
         stream = Stream(request, lambda output: None)
         stream.tokens = [1] * (5 * number + 1) if number < running else []
         replica.streams[str(number)] = stream
-    replica.take_report({"seconds": 0.0, "added": 0, "running": running, "waiting": 3, "paused": 0})
+    replica.take_report({"seconds": 0.0, "added": 0, "running": running, "waiting": 3, "paused": 0, "places": running})
     return replica
 
 
@@ -136,10 +139,45 @@ def test_delay_of_a_stalled_step_is_no_predicted_wait(monkeypatch: pytest.Monkey
     now += 10.0
     assert replica.delay == pytest.approx(10.0 - step)
     assert replica.predict_wait(3) == pytest.approx(step)
-    replica.take_report({"seconds": 10.0, "added": 0, "running": 4, "waiting": 3, "paused": 0})
+    replica.take_report({"seconds": 10.0, "added": 0, "running": 4, "waiting": 3, "paused": 0, "places": 4})
     assert replica.delay == 0
 
 
-def test_predicted_wait_counts_prompts_of_the_queue():
+def test_predicted_wait_counts_prompts_of_the_queue_alone():
     short, long = (replica_with_queue(prompt).predict_wait(3) for prompt in (10, 3000))
     assert long - short > 2 * 2e-4 * 2990
+    running = replica_with_queue(10)
+    running.streams["0"].request = replace(running.streams["0"].request, tokens=(1,) * 3000)
+    assert running.predict_wait(3) - short < 2e-4 * 2990
+
+
+def test_sequences_that_wait_for_a_common_prefix_leave_the_free_places_open(monkeypatch: pytest.MonkeyPatch):
+    """Five equal prompts on a slow server of eight places. The first prompt takes several steps, and the others wait
+    for its KV blocks, not for its end."""
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    scheduler, replica = Scheduler(ServingSizes(16, 8, 500, blocks=300)), Replica(0, 8)
+    for number in range(5):
+        request = Request(str(number), (7,) * 100, Sampling(max_tokens=400))
+        scheduler.add(request)
+        replica.streams[request.id] = Stream(request, lambda output: None)
+    for _ in range(2):
+        batch = scheduler.schedule()
+        assert batch is not None
+        scheduler.record_results(batch, [])
+        step = {"tokens": len(batch.tokens), "context": batch.keys, "seconds": 2.0, "added": 0}
+        replica.take_report({**scheduler.stats, **step})
+    assert (replica.report["running"], replica.report["waiting"]) == (1, 4)
+    assert replica.free_sequences == 3
+    assert replica.predict_wait(8) < 8 * (100 / 16) * 2.0 + 2.0  # all prompts, one after the other
+
+
+def test_predicted_wait_beyond_the_queue_is_that_of_similar_requests():
+    """Eight running sequences that end together leave room for eight, of which one is in the queue."""
+    replica = replica_with_queue(10, running=8)
+    for name in ("9", "10"):
+        del replica.streams[name]
+    for number in range(8):
+        replica.streams[str(number)].tokens = [1]
+    replica.take_report({"seconds": 0.0, "added": 0, "running": 8, "waiting": 1, "paused": 0, "places": 8})
+    waits = [replica.predict_wait(count) for count in range(1, 17)]
+    assert waits[7] == pytest.approx(waits[0], rel=0.2) and waits[8] == pytest.approx(2 * waits[0], rel=0.3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from numbers import Integral
@@ -60,7 +60,7 @@ class GenerationOptions(TypedDict, total=False):
             Default: none.
         logprobs: Number of most likely tokens that `Generation.logprobs` reports beside each token, 0: only the token's
             log-probability; default None: no log-probabilities.
-        n: Answers to each prompt, which differ in their draws; default 1. Only `generate` takes more.
+        n: Answers to each prompt, which differ in their draws; default 1, at most 128. Only `generate` takes more.
         seed: Seed of sampling, the same for each prompt.
         chat: The prompt is a user message, put into the chat template, and the text is the assistant's answer.
         ignore_eos: Generate up to `max_tokens`; end tokens do not end the text.
@@ -231,7 +231,7 @@ class Model:
             [3, 3]
         """
         check_options(self.generate, options, GenerationOptions)
-        single = isinstance(prompts, str)
+        single = not isinstance(prompts, Iterable) or isinstance(prompts, str)
         given = [self._make_answers(each, options) for each in ([prompts] if single else prompts)]
         answers = {answer.request.id: answer for each in given for answer in each}
         requests = [answer.request for answer in answers.values()]
@@ -267,11 +267,11 @@ class Model:
         wanted = chosen.pop("max_tokens", 256)
         n = chosen.pop("n", 1)
         stop = StopRule.parse(chosen.pop("stop", ()))
-        for name, count in (("max_tokens", wanted), ("n", n)):
+        for name, count, limit in (("max_tokens", wanted, "new_tokens"), ("n", n, "choices")):
             if not isinstance(count, Integral) or count < 1:
                 raise UserError(f"{name} {count}: should be 1 or more")
-        if problem := make_limit_error("new_tokens", wanted, "max_tokens"):
-            raise UserError(problem)
+            if problem := make_limit_error(limit, int(count), name):
+                raise UserError(problem)
         tokens = self._encode(prompt, chat)
         if len(tokens) >= self._positions:
             raise UserError(
@@ -299,12 +299,13 @@ class Model:
             raise UserError(
                 f"{self.directory}: its tokenizer has no chat template: give a text to be continued (without --chat)"
             )
+        if isinstance(prompt, str) and chat:
+            return self._prompts.encode_chat(Conversation([Message("user", prompt)]))
         if isinstance(prompt, str):
-            if chat:
-                return self._prompts.encode_chat(Conversation([Message("user", prompt)]))
             return self._prompts.encode(prompt)
-        if isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
-            return self._prompts.check(prompt)
+        given = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # an array of NumPy or torch
+        if isinstance(given, Sequence) and all(isinstance(i, Integral) and not isinstance(i, bool) for i in given):
+            return self._prompts.check([*map(int, given)])
         raise UserError(f"prompt: takes a text or a list of token IDs, not {type(prompt).__name__}")
 
 

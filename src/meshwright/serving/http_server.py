@@ -34,6 +34,7 @@ KEEP_ALIVE_SECONDS = 65  # that an idle connection stays open; longer than the u
 PROBES = tuple(f"GET {path}".encode() for path in OPEN_PATHS)  # answered under any load
 REFUSED_SECONDS = 2  # that a refused connection has to send a request
 CROWDED_SECONDS = 0.1  # the same while other connections, perhaps health checks, wait
+READ_SECONDS = 5  # that clients have to read the rest of their responses when the server ends, after the last token
 LINGER_SECONDS = 5  # for which the data of a closed connection are still read
 
 
@@ -337,7 +338,7 @@ def make_server(app: HttpApp) -> uvicorn.Server:
     or as many as the limit on open files allows. Its `serve([listener])` runs until `should_exit` is set."""
     config = uvicorn.Config(
         app, ws="none", lifespan="off", log_level="error", access_log=False, server_header=False, proxy_headers=False,
-        timeout_graceful_shutdown=5,
+        timeout_graceful_shutdown=READ_SECONDS,
     )  # fmt: skip
     return _Server(config, raise_open_file_limit(app.settings.connections), app.refuse_connection)
 
@@ -367,10 +368,10 @@ async def serve_http(
 ) -> int:
     """Serve `app` over HTTP until SIGTERM or SIGINT; return the number of HTTP requests that were not finished.
 
-    After the signal new requests get 503, and requests in flight are finished, for at most `drain_seconds`; a second
-    signal ends them immediately. Later signals are ignored. listener: listening TCP socket. client: engine. signals:
-    signal handlers, which stay in place until the caller has cleaned up. Raises RankLost when the engine has failed and
-    will not restart.
+    After the signal new requests get 503, and requests in flight are finished: for at most `drain_seconds`, and for at
+    most `READ_SECONDS` after the last token of all requests. A second signal ends them immediately. Later signals are
+    ignored. listener: listening TCP socket. client: engine. signals: signal handlers, which stay in place until the
+    caller has cleaned up. Raises RankLost when the engine has failed and will not restart.
     """
     server = make_server(app)
     serving, signalled = asyncio.create_task(server.serve([listener])), asyncio.create_task(wait_for_signals(signals))
@@ -384,6 +385,7 @@ async def serve_http(
         client.drain()
         deadline = time.monotonic() + drain_seconds
         while server.server_state.tasks and len(signals.received) < 2 and time.monotonic() < deadline:
+            deadline = min(deadline, time.monotonic() + (READ_SECONDS if client.idle else drain_seconds))
             await asyncio.sleep(0.02)
         return len(server.server_state.tasks)
     finally:

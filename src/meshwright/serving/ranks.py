@@ -132,8 +132,7 @@ def _run_leader(engine: Engine, front: Channel, followers: list[Channel]) -> Non
             for follower in followers:
                 follower.send(data)
         stop, outputs = _apply_messages(engine, messages)
-        ran = not engine.idle
-        if ran:
+        if ran := not engine.idle:
             outputs += engine.step()
         now = time.perf_counter()
         added = sum("add" in message for message in messages)

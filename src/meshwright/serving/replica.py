@@ -8,6 +8,7 @@ import math
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
+from itertools import cycle, islice
 from typing import Any
 
 from meshwright.serving.admission import AnswerLengthRatio
@@ -153,12 +154,10 @@ class Replica:
 
     @property
     def free_sequences(self) -> int:
-        """Estimated number of further sequences that the replica could start now; may be negative. If no requests
-        waited at its last report, it is the maximum number of sequences, minus the sequences that ran then, minus the
-        requests sent since. Otherwise it is negative: minus the requests that waited then, minus the requests sent
-        since."""
-        running, waiting = self.report.get("running", 0) + self.report.get("paused", 0), self.report.get("waiting", 0)
-        return (0 if waiting else self.max_sequences - running) - waiting - self.sent
+        """Estimated number of further sequences that the replica could start now; may be negative: the number of places
+        at its last report, minus the sequences that ran or waited then, minus the requests sent since. A sequence that
+        waits for a prefix that another one is computing takes one place, and leaves the others free."""
+        return self.report["places"] - sum(self.report[name] for name in ("running", "paused", "waiting")) - self.sent
 
     @property
     def pending_tokens(self) -> int:
@@ -168,22 +167,19 @@ class Replica:
         return sum(BLOCK_TOKENS if each.tokens else len(each.request.tokens) for each in self.streams.values())
 
     def predict_wait(self, count: int) -> float:
-        """Return the predicted seconds until the first `count` requests of the replica's queue have been admitted. If
-        the queue has fewer requests, say n, the prediction is the wait of the queue's last request times `count` / n.
-        """
+        """Return the predicted seconds until the first `count` requests of the replica's queue have been admitted; 0
+        without unfinished requests. Requests beyond the queue's last are assumed to be like the unfinished ones."""
         now = time.monotonic()
-        if now - self._predicted > PREDICTION_SECONDS:
-            running = [self._estimate_work_left(each) for each in self.streams.values() if each.tokens]
-            queued = [each.request for each in self.streams.values() if not each.tokens]
-            waiting = [Work(len(each.tokens), self._predict_length(each, 0)) for each in queued]
-            busy = self.report["running"] + self.report["paused"] if self.report.get("waiting") else self.max_sequences
-            self._admissions = self.step_times.predict_admissions(running, waiting, max(1, busy), self.groups)
-            self._predicted = now
-        seconds, known = self._admissions, len(self._admissions)
-        if not known:
+        if not self.streams:
             return 0.0
-        predicted = seconds[count - 1] if count <= known else seconds[-1] * count / known
-        left = predicted - (now - self.last_message)  # the state is that of the last step
+        if now - self._predicted > PREDICTION_SECONDS or count > len(self._admissions):
+            running = [self._estimate_work(each, len(each.tokens)) for each in self.streams.values() if each.tokens]
+            queue = sorted(self.streams.values(), key=lambda each: bool(each.tokens))  # then, like the running ones
+            waiting = islice(cycle(self._estimate_work(each, 0) for each in queue), 2 * count)
+            places = max(1, self.report["places"])
+            self._admissions = self.step_times.predict_admissions(running, waiting, places, self.groups)
+            self._predicted = now
+        left = self._admissions[count - 1] - (now - self.last_message)  # the state is that of the last step
         return left if left > 0 else self._predict_step()
 
     @property
@@ -210,15 +206,12 @@ class Replica:
         """Return the predicted seconds of a step with as many tokens and attended keys as the last step had."""
         return self.step_times.predict(self.report.get("tokens", 0), self.report.get("context", 0))
 
-    def _estimate_work_left(self, stream: Stream) -> Work:
-        """Return the remaining work of the request of `stream`, which is generating: no prompt tokens, the expected
-        number of further answer tokens, and as context the tokens of prompt and answer so far."""
-        done = len(stream.tokens)
-        return Work(0, self._predict_length(stream.request, done) - done, len(stream.request.tokens) + done)
-
-    def _predict_length(self, request: Request, tokens: int) -> int:
-        """Return the predicted final length in tokens of a request's answer, which has `tokens` tokens so far."""
-        return self.answer_lengths.predict_length(tokens, most) if (most := request.sampling.max_tokens) else 0
+    def _estimate_work(self, stream: Stream, done: int) -> Work:
+        """Return the predicted remaining work of the request of `stream` when `done` tokens of its answer have been
+        generated; 0: its prompt is still to be computed."""
+        prompt, most = len(stream.request.tokens), stream.request.sampling.max_tokens
+        answer = self.answer_lengths.predict_length(done, most) - done
+        return Work(0, answer, prompt + done) if done else Work(prompt, answer)
 
     def count_cached_blocks(self, hashes: Sequence[bytes]) -> int:
         """Return the number of a prompt's first KV blocks that the replica's prefix cache probably has. hashes: hash of

@@ -111,6 +111,11 @@ class Replicas:
         """Maximum number of unfinished requests at a time, in the queue and on all replicas together."""
         return self._limits.requests + len(self._replicas) * self.plan.sizes.max_sequences
 
+    @property
+    def idle(self) -> bool:
+        """True if no request waits or runs."""
+        return not self._streams
+
     def admit(self, requests: Sequence[Request], ticket: Ticket) -> Refusal | None:
         """Return None if the queue has room for all of `requests`, else the refusal with the time to retry. Queues
         nothing: the caller must `submit` before its next await. ticket: identity of the HTTP request, by which its
@@ -118,10 +123,8 @@ class Replicas:
         if self._state in ("starting", "draining", "failed"):
             return Refusal(self._state, 1.0)
         ready = [replica for replica in self._replicas if replica.ready]
-        parked = 0 if ready else sum(stream.replica is None for stream in self._streams.values())
+        parked = sum(stream.replica is None for stream in self._streams.values())
         waiting = parked + max(1, len(requests)) - sum(replica.free_sequences for replica in ready)
-        if waiting <= 0 and not (requests and self._line.outstanding):
-            return None
         asked = sum(len(request.tokens) for request in requests)
         prompts = [len(stream.request.tokens) for stream in self._streams.values() if not stream.tokens]
 

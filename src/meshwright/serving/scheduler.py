@@ -96,6 +96,7 @@ class Scheduler:
         self._answers = AnswerLengthRatio()
         self._state: AdmissionState | None = None  # of this step
         self._refused: tuple[Sequence, int] | None = None  # head of the queue, and `pool.releases` at that time
+        self._waits_for_prefix = False  # the head of the queue, in this step
         self._totals = Counter(prefix_queries=0, prefix_hits=0, pauses=0)
 
     def add(self, request: Request) -> None:
@@ -125,7 +126,7 @@ class Scheduler:
     def schedule(self, group: int = 0) -> StepBatch | None:
         """Return the next batch for a pipeline group (0 without a pipeline); None if no sequence of the group can run.
         The group's previous batch must have been recorded."""
-        self._state = None
+        self._state, self._waits_for_prefix = None, False
         if self._queue:
             self._admit(group)
         mine = [sequence for sequence in self._admitted if sequence.group == group]  # by age
@@ -181,10 +182,13 @@ class Scheduler:
     @property
     def stats(self) -> dict[str, int]:
         """Figures by name. Present numbers of sequences: `waiting`, `running`, `paused` (they keep their KV blocks, but
-        cannot get more). Present numbers of KV blocks: `free` (without content), `cached` (evictable), `held`. Totals:
-        `prefix_queries` and `prefix_hits` (tokens looked up and found in the prefix cache), `pauses` of sequences."""
-        paused = sum(sequence.paused for sequence in self._admitted)
-        sequences = {"waiting": len(self._queue), "running": len(self._admitted) - paused, "paused": paused}
+        cannot get more), and `places`, the number that can run at a time: those that run if others wait, the maximum if
+        none waits, or if the next one waits only for the KV blocks of a common prefix. Present numbers of KV blocks:
+        `free` (without content), `cached` (evictable), `held`. Totals: `prefix_queries` and `prefix_hits` (tokens
+        looked up and found in the prefix cache), `pauses` of sequences."""
+        paused, admitted = sum(sequence.paused for sequence in self._admitted), len(self._admitted)
+        places = admitted if self._queue and not self._waits_for_prefix else self._sizes.max_sequences
+        sequences = {"waiting": len(self._queue), "running": admitted - paused, "paused": paused, "places": places}
         return {**sequences, **self.pool.stats, **self._totals}
 
     def _get_admission_state(self) -> AdmissionState:
@@ -214,7 +218,8 @@ class Scheduler:
                 sequence.chain.extend(sequence.tokens)
             most = (len(sequence.tokens) - 1) // BLOCK_TOKENS  # without the last token, whose logits are needed
             count, found = self.pool.find(sequence.chain.hashes[:most], self.windows)
-            if self._should_wait_for_prefix(sequence, count):
+            self._waits_for_prefix = self._should_wait_for_prefix(sequence, count)
+            if self._waits_for_prefix:
                 break
             youngest = [[self.pool.find_youngest_holder(block) for block in blocks] for blocks in found]
             places = {each.age: place for place, each in enumerate(self._admitted)}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 FORGETTING = 0.98  # weight of a step relative to the next one: about the last 50 count
@@ -72,7 +73,7 @@ class StepTimes:
         self.coefficients = a, b, c
 
     def predict_admissions(
-        self, running: Iterable[Work], waiting: Iterable[Work], max_sequences: int, groups: int = 1
+        self, running: Sequence[Work], waiting: Iterable[Work], max_sequences: int, groups: int = 1
     ) -> list[float]:
         """Return the predicted seconds until each request of `waiting` is admitted, in their order.
 
@@ -85,23 +86,14 @@ class StepTimes:
         seconds, step, keys = 0.0, 0, 0
         ends: list[tuple[int, int]] = []  # heap of (step of the end, keys of a step of this sequence)
         admissions: list[float] = []
-
-        def admit(work: Work) -> None:
-            """Simulate the admission of the request with the remaining work `work`: add the time of its prompt to the
-            clock, and schedule its end."""
-            nonlocal seconds, keys
-            seconds += b * work.prompt + c * work.prompt * (work.context + work.prompt / 2)
-            context = work.context + work.prompt + work.answer // 2
-            keys += context
-            heapq.heappush(ends, (step + work.answer, context))
-
-        for work in running:
-            admit(work)
-        for work in waiting:
+        for work in itertools.chain(running, waiting):
             while len(ends) >= max_sequences:
                 end, context = heapq.heappop(ends)
                 seconds += (end - step) * groups * self.predict((len(ends) + 1) / groups, keys / groups)
                 step, keys = end, keys - context
-            admit(work)
+            seconds += b * work.prompt + c * work.prompt * (work.context + work.prompt / 2)
+            context = work.context + work.prompt + work.answer // 2
+            keys += context
+            heapq.heappush(ends, (step + work.answer, context))
             admissions.append(seconds)
-        return admissions
+        return admissions[len(running) :]

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from meshwright.limits import get_limit
 from meshwright.serving.sampling import Bias, TokenId
 
 MAX_SEQUENCES = 1024  # prompts x n of one HTTP request
@@ -22,7 +23,7 @@ BiasPair = Annotated[tuple[TokenId, PairedBias], Field(strict=False)]
 Alternatives = Annotated[int, Field(ge=0, le=20, description="number of most likely tokens reported for each token")]
 ParseSpecial = Annotated[bool, Field(description="parse special tokens that a text prompt spells")]
 
-ChoiceCount = Annotated[int, Field(ge=1, le=128)]
+ChoiceCount = Annotated[int, Field(ge=1, le=get_limit("choices"))]
 
 # (values that are accepted because they change nothing, names of the fields); of OpenAI's API, vLLM and llama.cpp
 _FIELDS: tuple[tuple[tuple[Any, ...], str], ...] = (
