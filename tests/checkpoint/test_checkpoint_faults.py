@@ -12,6 +12,7 @@ import subprocess
 import sys
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from meshwright.checkpoint import Checkpointer, SaveOptions, find_best, find_new
 from meshwright.checkpoint import checkpointer as checkpointer_module
 from meshwright.checkpoint import snapshot as snapshot_module
 from meshwright.checkpoint.manifest import DamagedCheckpoint
+from meshwright.checkpoint.saving import Save
 from meshwright.checkpoint.snapshot import CHUNK_BYTES, SnapshotBuffers
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
@@ -293,6 +295,23 @@ def test_snapshot_holds_its_sources_until_the_copies_are_complete(monkeypatch: p
         assert (alive() is not None) == (stream is not None)
         snapshot.wait()
         assert alive() is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_ended_save_holds_no_device_memory(fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A failed save neither, though its copies are never written: clones of buffers would stay until the next save."""
+    monkeypatch.setattr(torch.cuda, "Stream", CopyStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(snapshot_module.backend, "current_stream", lambda device: ComputeStream())
+    if fails:
+        monkeypatch.setattr(Save, "_free_bytes", lambda self: 0)
+    keeper = checkpointer(tmp_path, background=False)
+    pieces = [replace(piece, tensor=piece.tensor.clone()) for piece in cases.state_pieces(CONFIG, 0, 1)]
+    alive = [weakref.ref(piece.tensor) for piece in pieces]
+    keeper.save(1, pieces, {})
+    del pieces
+    assert ("no space left" in (keeper.failed() or "")) == fails
+    assert [each() for each in alive if each() is not None] == []
 
 
 def test_snapshot_reuses_allocated_memory():

@@ -66,7 +66,7 @@ def test_overlap_is_chosen_by_setting_and_devices_of_all_ranks(
         mock.patch.object(torch.cuda, "get_device_capability", lambda index: capability),
         mock.patch.object(torch.cuda, "can_device_access_peer", lambda here, peer: connected and here != peer),
     ):
-        assert choose_product_overlap(setting, axis) == chosen
+        assert choose_product_overlap(setting, axis, True) == chosen
 
 
 def test_overlap_without_the_fused_operators_is_in_chunks():
@@ -79,7 +79,13 @@ def test_overlap_without_the_fused_operators_is_in_chunks():
         mock.patch.object(torch.cuda, "can_device_access_peer", lambda here, peer: True),
         mock.patch.object(torch.ops, "symm_mem", object()),
     ):
-        assert choose_product_overlap("auto", axis) == "chunks"
+        assert choose_product_overlap("auto", axis, True) == "chunks"
+
+
+@pytest.mark.parametrize(("device", "chosen"), [("cpu", "off"), ("cuda", "chunks")])
+def test_all_reduces_do_not_choose_symmetric_memory(device: str, chosen: str):
+    """Nor are the ranks asked for it, which would be a call without a group here."""
+    assert choose_product_overlap("auto", Axis("tp", (0, 1), 0, None, Communicator(device)), False) == chosen
 
 
 def multiply(

@@ -10,6 +10,7 @@ import pytest
 from meshwright.comm.local import LocalRanks
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import preset
+from tests.conftest import exhaustive
 
 ODD = {"vocabulary": 499, "layers": 2}  # a vocabulary that 2 does not divide
 CONFIGS = {
@@ -45,7 +46,7 @@ def test_two_ranks_match_one_device(ranks: LocalRanks, config: ModelConfig, layo
 @pytest.mark.parametrize(
     ("layout", "recompute", "backend"),
     [
-        *(("tp2", recompute, "aot_eager") for recompute in ("none", "selective")),
+        ("tp2", "selective", "aot_eager"), *exhaustive(("tp2", "none", "aot_eager")),
         *(("tp2", recompute, None) for recompute in ("none", "selective", "full")),
         ("tp2:nosp", "selective", "aot_eager"), ("tp2:nosp", "full", None),
     ],

@@ -11,16 +11,18 @@ from typing import Any
 import pytest
 
 from meshwright.errors import UserError
+from meshwright.launcher.recipe_checks import check_recipe
 from meshwright.layout import Layout
 from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.models import config_of
-from meshwright.planner.search.estimate import problem_of
+from meshwright.planner.search.estimate import estimate_layout, problem_of
 from meshwright.planner.search.search import search
 from meshwright.recipe import Recipe, load_recipe
 from meshwright.spec.refuse import refuse
 from meshwright.toml import format_toml
 from meshwright.training import automatic
 from meshwright.training.automatic import search_fastest_layout
+from tests.planner.calibration_cases import cluster_file
 
 TABLES: dict[str, Any] = {
     "layout": "auto",
@@ -83,6 +85,20 @@ def test_planner_prices_cuda_graphs(monkeypatch: pytest.MonkeyPatch):
     assert Layout.parse(search_fastest_layout(plain, None, print)).world_size == 1
     with pytest.raises(UserError, match="none of .* layouts fits into the memory"):
         search_fastest_layout(graphed, None, print)
+
+
+def test_planner_offers_what_train_accepts_with_cuda_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """On a CPU too, where graphs change no step time."""
+    cpus = cluster(str(cluster_file(tmp_path, devices=4, devices_per_node=4)))
+    monkeypatch.setattr(automatic, "_find_devices", lambda *_: cpus)
+    tables = TABLES | {"data": TABLES["data"] | {"document_mask": False}}
+    recipes = [Recipe.from_tables(tables | {"train": TABLES["train"] | {"cuda_graphs": it}}) for it in (False, True)]
+    launched, graphed = (problem_of(recipe, cpus) for recipe in recipes)
+    found = search(graphed, 1000)
+    assert cpus.kind == "cpu" and found.searched == len(found.best) == 12
+    assert found.best[0].time.seconds == estimate_layout(launched, found.best[0].layout).time.seconds
+    for layout in (*(str(each.layout) for each in found.best), search_fastest_layout(recipes[1], None, print)):
+        check_recipe(Recipe.from_tables(recipes[1].to_tables() | {"layout": layout}))
 
 
 def test_unmeasured_machine_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

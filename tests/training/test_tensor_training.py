@@ -16,8 +16,8 @@ from tests.conftest import exhaustive
 from tests.training import training_cases as cases
 
 CHANGES = {
-    "model_tied": False, "model_vocabulary": 499, "train_steps": 6, "train_validate_every": 3, "train_clip": 0.5,
-    "checkpoint_every": 3, "checkpoint_keep": 9,
+    "model_tied": False, "model_vocabulary": 499, "train_steps": 4, "train_validate_every": 2, "train_clip": 0.5,
+    "checkpoint_every": 2, "checkpoint_keep": 9,
 }  # fmt: skip
 
 
@@ -28,7 +28,7 @@ def home(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(home):
-    """Six steps on one device, with a save after every third."""
+    """Four steps on one device, with a save after every second."""
     place = home / "alone"
     outcomes = run(None, place, "dp1 fp32")
     return place, cases.whole_state(outcomes)
@@ -53,15 +53,15 @@ def test_tensor_parallel_steps_match_one_device(four, home, alone, layout):
 
 
 def test_run_changes_layouts_and_reads_same_data(two, four, home, alone):
-    """Three steps each on tp2, dp2 zero1, tp4:nosp and one device, through checkpoints."""
+    """Two steps each on tp2, dp2 zero1, tp4:nosp and one device, through checkpoints."""
     place = home / "travelling"
-    travels = [(two, "tp2", 3), (two, "dp2 zero1", 6), (four, "tp4:nosp", 9), (None, "dp1", 12)]
+    travels = [(two, "tp2", 2), (two, "dp2 zero1", 4), (four, "tp4:nosp", 6), (None, "dp1", 8)]
     for ranks, layout, steps in travels:
         outcomes = run(ranks, place, f"{layout} fp32", train_steps=steps, train_schedule="constant")
-        if steps > 3:
-            assert f"resumed from step-{steps - 3:06d}: {steps - 3} of {steps} steps are done" in outcomes[0]["said"]
+        if steps > 2:
+            assert f"resumed from step-{steps - 2:06d}: {steps - 2} of {steps} steps are done" in outcomes[0]["said"]
     still = home / "still"
-    run(None, still, "dp1 fp32", train_steps=12, train_schedule="constant")
+    run(None, still, "dp1 fp32", train_steps=8, train_schedule="constant")
     cases.assert_same_steps(place, still)
 
 
@@ -89,7 +89,7 @@ def test_tensor_parallel_checkpoint_loads_bitwise_on_every_layout(two, four, hom
 def test_interrupted_run_resumes_bit_for_bit(four, home):
     whole, broken = home / "whole", home / "broken"
     expected = cases.whole_state(run(four, whole, "dp2 zero3 tp2 bf16"))
-    run(four, broken, "dp2 zero3 tp2 bf16", crash_after=5)
+    run(four, broken, "dp2 zero3 tp2 bf16", crash_after=3)
     outcomes = run(four, broken, "dp2 zero3 tp2 bf16")
     assert cases.trace(broken) == cases.trace(whole)
     assert cases.same(cases.whole_state(outcomes), expected)
@@ -114,7 +114,7 @@ def test_transformers_loads_tensor_parallel_checkpoint_with_equal_validation_los
 
 def test_bf16_keeps_replicated_parameters_equal_on_all_ranks(four, home):
     """Ranks of tp that hold the same masters hold the same bits after every update."""
-    text = cases.recipe(home / "alike", "tp4 bf16", **CHANGES | {"train_steps": 4}).to_toml()
+    text = cases.recipe(home / "alike", "tp4 bf16", **CHANGES).to_toml()
     held = four.run(cases.train_and_show, text)
     for first, others in zip(held[0], zip(*held[1:], strict=True), strict=True):
         for other in others:
@@ -137,7 +137,7 @@ def test_compiled_model_steps_match_eager_steps(two, home, fault):
 
 def test_hugging_face_weights_are_sharded_as_table_says(two, four, home, alone):
     """Training starts with the values of a checkpoint of another layout."""
-    directory = str(alone[0] / "run/checkpoints/step-000003")
+    directory = str(alone[0] / "run/checkpoints/step-000002")
     traces = []
     for ranks, layout in ((None, "dp1"), (four, "dp2 zero1 tp2")):
         place = home / f"from {layout}"

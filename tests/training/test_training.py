@@ -141,9 +141,9 @@ MORE_LAYOUTS = {1: ["dp1 mb2", "dp1 ac:selective"], 2: ["dp2", "dp2 zero2", "dp2
 
 @pytest.fixture(scope="module")
 def alone(home):
-    """Six steps on one device in one micro-batch."""
+    """Four steps on one device in one micro-batch."""
     place = home / "alone"
-    outcomes = cases.run(None, place, "dp1 fp32", train_validate_every=3)
+    outcomes = cases.run(None, place, "dp1 fp32", train_steps=4, train_validate_every=2)
     return place, cases.whole_state(outcomes)
 
 
@@ -161,7 +161,7 @@ def alone(home):
 def test_every_layout_matches_steps_of_one_device(ranks, layout, alone, home, request):
     place = home / layout.replace(" ", "-").replace(":", "-")
     servers = {1: lambda: None, 2: lambda: request.getfixturevalue("two"), 4: lambda: request.getfixturevalue("four")}
-    outcomes = cases.run(servers[ranks](), place, f"{layout} fp32", train_validate_every=3)
+    outcomes = cases.run(servers[ranks](), place, f"{layout} fp32", train_steps=4, train_validate_every=2)
     assert outcomes[0]["error"] == "" and len(outcomes) == ranks
     expected, state = alone
     cases.assert_same_steps(place, expected)
@@ -189,34 +189,34 @@ DISTURBED = {
 
 @pytest.mark.parametrize("layout", DISTURBED)
 def test_crashed_run_resumes_bit_for_bit(two, home, layout):
-    changes = {"train_steps": 8, "checkpoint_every": 3, "train_validate_every": 4, **DISTURBED[layout]}
+    changes = {"train_steps": 5, "checkpoint_every": 2, "train_validate_every": 3, **DISTURBED[layout]}
     whole, broken = home / f"whole {layout}", home / f"broken {layout}"
     expected = cases.whole_state(cases.run(two, whole, layout, **changes))
-    cases.run(two, broken, layout, crash_after=5, **changes)
-    assert [line["step"] for line in steps(broken)] == [1, 2, 3, 4, 5]
+    cases.run(two, broken, layout, crash_after=3, **changes)
+    assert [line["step"] for line in steps(broken)] == [1, 2, 3]
     outcomes = cases.run(two, broken, layout, **changes)
-    assert "resumed from step-000003: 3 of 8 steps are done" in outcomes[0]["said"]
+    assert "resumed from step-000002: 2 of 5 steps are done" in outcomes[0]["said"]
     assert cases.trace(broken) == cases.trace(whole)
     assert cases.same(cases.whole_state(outcomes), expected)
     for kind in ("model.safetensors", "training/rank-00001-of-00002.safetensors"):
-        files = [place / "run/checkpoints/step-000008" / kind for place in (whole, broken)]
+        files = [place / "run/checkpoints/step-000005" / kind for place in (whole, broken)]
         assert files[0].read_bytes() == files[1].read_bytes()
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [(1, "dp1 mb2"), (2, "dp2 zero3"), (4, "dp4 zero3 hs2 mb2")])
 def test_run_resumes_with_other_ranks_and_zero_stage(two, home, ranks, layout, request):
-    changes = {"train_steps": 8, "checkpoint_every": 3, "train_validate_every": 4}
+    changes = {"train_steps": 5, "checkpoint_every": 2, "train_validate_every": 3}
     whole, begun = home / "other whole", home / "other begun"
     if not whole.exists():
         cases.run(two, whole, "dp2 zero1 fp32", **changes)
-        cases.run(two, begun, "dp2 zero1 fp32", crash_after=5, **changes)
+        cases.run(two, begun, "dp2 zero1 fp32", crash_after=3, **changes)
     place = home / f"other {ranks}"
     shutil.copytree(begun, place)
     outcomes = cases.run(
         {1: None, 2: two}[ranks] if ranks < 4 else request.getfixturevalue("four"), place, f"{layout} fp32", **changes
     )
-    assert "resumed from step-000003: 3 of 8 steps are done" in outcomes[0]["said"]
-    assert cases.trace(place)[:3] == cases.trace(whole)[:3]
+    assert "resumed from step-000002: 2 of 5 steps are done" in outcomes[0]["said"]
+    assert cases.trace(place)[:2] == cases.trace(whole)[:2]
     cases.assert_same_steps(place, whole)
 
 

@@ -81,6 +81,7 @@ class Save:
     def run(self) -> None:
         """Write the checkpoint together with the other ranks. If it fails, remove the unfinished files and raise
         `SaveFailed` or `SaveCancelled`."""
+        self.snapshot.wait()  # first: a save that fails must not hold device memory
         try:
             self._begin()
             self._write()
@@ -115,7 +116,6 @@ class Save:
     def _write(self) -> None:
         """Write this rank's slices of the training state and of the exported model files, then the marker file
         "written"; wait until all ranks have written theirs."""
-        self.snapshot.wait()
         own = self._write_slices()
         self._write_model()
         if self.target.rank == 0:

@@ -28,16 +28,17 @@ MIN_CAPABILITY = 8, 0
 """Compute capability from which PyTorch tests symmetric memory (torch/testing, `requires_cuda_p2p_access`)."""
 
 
-def choose_product_overlap(setting: str, axis: Axis) -> str:
+def choose_product_overlap(setting: str, axis: Axis, sequence_parallel: bool) -> str:
     """Return how products overlap with the collective calls over the tensor-parallel `axis`: "off", "chunks" or
     "symmetric" (memory).
 
     setting: `train.tensor_overlap`. "off", "chunks": the result. "auto": off on a CPU, where nothing overlaps; on a GPU
-    symmetric memory, if all ranks of the run are on one node, whose GPUs read each other's memory, else chunks. On GPUs
-    "auto" is collective."""
-    device = axis.communicator.device
-    if setting != "auto" or device.type != "cuda":
-        return "chunks" if setting == "chunks" else "off"
+    symmetric memory, if all ranks of the run are on one node, whose GPUs read each other's memory, else chunks.
+    sequence_parallel: False if the collective calls are all-reduces, which symmetric memory does not fuse. On GPUs
+    "auto" with sequence parallelism is collective."""
+    automatic = setting == "auto" and axis.communicator.device.type == "cuda"
+    if not (automatic and sequence_parallel):
+        return "chunks" if automatic or setting == "chunks" else "off"
     here = torch.cuda.current_device()
     peers = (device for device in range(torch.cuda.device_count()) if device != here)
     able = hasattr(torch.ops.symm_mem, "fused_all_gather_matmul") and (

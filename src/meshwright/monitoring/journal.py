@@ -395,6 +395,5 @@ def _describe_product_overlap(mesh: Mesh) -> str:
     """Return a line that says how tensor-parallel products overlap with their collective calls on this mesh."""
     if mesh.tp.trivial:
         return f'train.tensor_overlap changes nothing in layout "{mesh.layout}": it needs tp'
-    fused = "by symmetric memory" if mesh.layout.tensor_sequence_parallel else "in chunks"
-    means = {"off": "not at all on a CPU", "chunks": "in chunks", "symmetric": fused}
+    means = {"off": "not at all on a CPU", "chunks": "in chunks", "symmetric": "by symmetric memory"}
     return f"products of tensor parallelism overlap {means[mesh.communicator.product_overlap]}"

@@ -77,7 +77,9 @@ class LanguageModelTask:
         self.table = parameter_table(config)
         arithmetic = arithmetic or Arithmetic(PARAMETER_DTYPES[layout.precision or "fp32"])
         set_matmul_precision(layout.precision, mesh.device)
-        mesh.communicator.product_overlap = choose_product_overlap(recipe.train.tensor_overlap, mesh.tp)
+        mesh.communicator.product_overlap = choose_product_overlap(
+            recipe.train.tensor_overlap, mesh.tp, layout.tensor_sequence_parallel
+        )
         self.model, self.parallel, program = parallelize(
             config,
             mesh,

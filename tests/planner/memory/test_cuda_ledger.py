@@ -17,8 +17,7 @@ CASES = [
     CudaStep("llama-1b", "ac:selective bf16", 8, 4096, TWO, saved=True),
     CudaStep("llama-1b", "bf16", 8, 4096, TWO, documents=4, saved=True),
     CudaStep("gpt2-xl", "bf16", 8, 1024, TWO, saved=True, hopper=True),
-    CudaStep("llama-1b", "mb2 bf16", 32, 512, SMALL, graphs=True),  # tokens are 0.6% of what stays between steps
-    CudaStep("llama-1b", "dp4 zero1 mb2 bf16", 32, 512, SMALL, graphs=True),
+    CudaStep("llama-1b", "dp4 zero1 mb2 bf16", 32, 512, SMALL, graphs=True),  # tokens: 0.6% of what stays between steps
     CudaStep("llama-1b", "dp4 zero3 mb2 tp2 bf16", 16, 4096, TWO, rank=3, saved=True),
     CudaStep("llama-1b", "dp4 zero3 ac:full bf16", 8, 512, FOUR | {"tied": False}),  # peak when the head is unsharded
     CudaStep("llama-1b", "pp2:zb-h1 mb4 bf16", 8, 4096, FOUR),
@@ -31,6 +30,7 @@ CASES = [
     CudaStep("mistral-7b-v0.1", "tp8:nosp bf16", 1, 4096, NO_HEAD, saved=True, overlap="chunks"),
 ]
 MORE = [
+    CudaStep("llama-1b", "mb2 bf16", 32, 512, SMALL, graphs=True),
     *(CudaStep("llama-1b", layout, 8, 4096, TWO, saved=True) for layout in ("bf16", "mb2 fp32")),
     CudaStep("llama-3-8b", "ac:full bf16", 2, 4096, TWO, saved=True),
     CudaStep("llama-1b", "cp2 bf16", 8, 4096, TWO, saved=True),

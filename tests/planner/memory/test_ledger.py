@@ -25,7 +25,7 @@ WINDOWED = dataclasses.replace(preset("mistral-tiny"), tied=False, vocabulary=25
 UNEQUAL = ((0,), (0, 37), (0, 11, 100, 150, 230), (0, 130, 131))
 DEEP = dataclasses.replace(SMALL_HEAD, layers=8)
 MIXTURE = dataclasses.replace(
-    preset("mixtral-tiny"), vocabulary=256, experts=4, intermediate=512, expert_intermediate=512
+    preset("mixtral-tiny"), vocabulary=256, layers=2, experts=4, intermediate=512, expert_intermediate=512
 )
 MANY_COPIES = dataclasses.replace(
     MIXTURE, intermediate=32, expert_intermediate=32, hidden=256, experts_per_token=4
@@ -173,7 +173,7 @@ PIPELINES = [
     Step(DEEP, "pp4:1f1b mb8 ac:selective", 32, 64), Step(DEEP, "pp4:zb-h1 mb2 ac:full", 32, 64),
     Step(DEEP, "pp2 tp2 mb2", 16, 64), Step(DEEP, "pp2:zb-h1 cp2 mb4", 16, 128),
 ]  # fmt: skip
-WIDE = dataclasses.replace(SMALL_HEAD, hidden=512, heads=8, kv_heads=4, head_dim=16, intermediate=64)
+WIDE = dataclasses.replace(SMALL_HEAD, layers=2, hidden=512, heads=8, kv_heads=4, head_dim=16, intermediate=64)
 WIDE_MLP = dataclasses.replace(WIDE, intermediate=4096)
 OVERLAPPED = [
     Step(WIDE, "tp4 ac:full", 32, 64, overlap=True), Step(WIDE_MLP, "tp4 ac:selective", 16, 64, overlap=True),
