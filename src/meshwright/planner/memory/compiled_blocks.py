@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property, lru_cache
 from importlib import resources
@@ -17,9 +18,10 @@ from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number
 from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.cost.tables import Item, holds, parse_tensor, select, select_items
 from meshwright.planner.hardware.machine_profile import torch_version
+from meshwright.planner.memory.attention_tiles import attention_workspaces
 from meshwright.planner.memory.inductor import Buffer, Kernel, KernelMemory, find_peak
 from meshwright.planner.memory.snapshot import Allocation, NamedSnapshot, activation, count_bytes, workspace
-from meshwright.planner.memory.temporaries import Pass, ring_backward, tiled_backward
+from meshwright.planner.memory.temporaries import Pass
 from meshwright.toml import read_packaged_toml
 
 GRADIENT, INPUT, INPUT_GRADIENT = "gradient of the output", "input", "gradient of the input"
@@ -27,7 +29,8 @@ GRADIENT, INPUT, INPUT_GRADIENT = "gradient of the output", "input", "gradient o
 COLLECTED = "weight gradients"
 """Snapshot at the end of a compiled backward, which returns all weight gradients of the block together."""
 
-_VERBS = ("use", "call", "tiles", "ring")
+_KERNEL = re.compile(r"(?:(.*?):\s*)?(?:(use|call|tiles|ring)\s+)?(.*?)(?:\s*->\s*(.*))?", re.DOTALL)
+"""Condition, verb, buffers read and buffers written of a kernel in the tables."""
 _FILE = re.compile(r"compiled_blocks\.torch-(\d+)\.(\d+)\.toml")
 
 
@@ -42,30 +45,21 @@ def can_predict_compiled(batch: MicroBatch) -> bool:
 # --- the tables
 
 
-class _TableLine(NamedTuple):
-    """One kernel of a compiled layer, as the tables `compiled_blocks.torch-*.toml` list it.
-
-    verb: "" for a kernel of inductor; "call", "tiles" or "ring" for an operator that inductor does not fuse. reads:
-    names of the buffers that the kernel reads. writes: buffers that it writes, each with the name of the buffer whose
-    memory it overwrites ("": newly allocated memory)."""
-
-    verb: str
-    reads: tuple[str, ...]
-    writes: tuple[Item, ...]
-
-
 @cache
 def _read_tables() -> Mapping[str, Any]:
     """Return the tables of compiled layers for the installed version of torch: of the latest version that is not newer,
-    else of the oldest. Keys of the result: `shapes`: {buffer: element type and shape, such as "x rows tokens hidden"};
-    `groups`: {group: its buffers}; `kernels`, `conditions`."""
+    else of the oldest. `shapes` of the result is {buffer: element types and shapes, each with its condition}, such as
+    "x rows tokens hidden"; `groups` {group: its buffers}."""
     folder = resources.files("meshwright.planner.memory")
     versions = {(int(found[1]), int(found[2])): each.name for each in folder.iterdir()
                 if (found := _FILE.match(each.name))}  # fmt: skip
     older = [version for version in versions if version <= (installed_torch() or version)]
     file = read_packaged_toml(f"planner/memory/{versions[max(older, default=min(versions))]}")
     groups = {name: text.split(",") for name, text in file["groups"].items()}
-    shapes = {name: shape for shape, names in file["shapes"].items() for name in names}
+    shapes = defaultdict[str, list[str]](list)
+    for shape, names in file["shapes"].items():
+        for name in names:
+            shapes[name].append(shape)
     return {**file, "groups": groups, "shapes": shapes}
 
 
@@ -85,26 +79,29 @@ def version_warning() -> str | None:
 
 
 @lru_cache(maxsize=256)
-def _select_kernels(name: str, true: frozenset[str]) -> list[_TableLine]:
+def _select_kernels(name: str, true: frozenset[str]) -> list[tuple[str, tuple[str, ...], tuple[Item, ...]]]:
     """Return the kernels of one list in the tables of compiled layers whose conditions hold, without the buffers whose
     conditions do not hold. name: the list, such as "attention"; true: names that hold in conditions, such as "gated".
-    """
+
+    A kernel is (verb, names of the buffers that it reads, buffers that it writes). Verb: "" for a kernel of inductor;
+    "call", "tiles" or "ring" for an operator that inductor does not fuse. The value of a written buffer is the name of
+    the buffer whose memory it overwrites ("": newly allocated memory)."""
     tables = _read_tables()
     for each, condition in tables["conditions"].items():  # in order: conditions may contain earlier ones
         if holds(condition, true):
             true |= {each}
     found = []
-    for text in tables["kernels"][name]:  # "[condition:] [verb] reads -> writes" or "[condition:] use list"
-        *condition, kernel = re.split(r":\s*", text, maxsplit=1)
-        if not holds("".join(condition), true):
+    for text in tables["kernels"][name]:
+        line = _KERNEL.fullmatch(text)
+        assert line is not None, text
+        condition, verb, *buffers = (part or "" for part in line.groups())
+        if not holds(condition, true):
             continue
-        first, _, rest = kernel.partition(" ")
-        verb, rest = (first, rest) if first in _VERBS else ("", kernel)
         if verb == "use":
-            found += _select_kernels(rest, true)
+            found += _select_kernels(buffers[0], true)
             continue
-        reads, writes = (select_items(part.split(","), true, tables["groups"]) for part in rest.split("->"))
-        found.append(_TableLine(verb, tuple(item.name for item in reads), writes))
+        reads, writes = (select_items(part.split(","), true, tables["groups"]) for part in buffers)
+        found.append((verb, tuple(item.name for item in reads), writes))
     return found
 
 
@@ -139,6 +136,8 @@ class CompiledBlock:
 
     Attributes:
         name: "dense", "encoder", "mixture", or "front" for a layer whose mixture is expert-parallel.
+        gradients, results: Names of the output gradients that the backward receives, and of the buffers that the
+            forward returns.
         saved: Names of the activations that the forward saves for the backward, without the block's input; under full
             recompute, those that the recomputed forward saves.
         true: Names that hold in conditions of the tables: properties of the layer, such as "gated", and saved
@@ -155,16 +154,18 @@ class CompiledBlock:
         self.saved: list[str] = select(listed, properties, self.tables["groups"])
         self.true = properties | set(self.saved)
         self._entries: dict[str, SavedTensor] = {}
-        wide_router = "wide_router" in properties
-        self._types = {
-            "router": "x" if batch.config.router == "softmax" else "wide", "product": "wide" if wide_router else "x",
-        }  # fmt: skip
+        self.gradients, self.results = (self._select(name) for name in ("gradients", "results"))
+
+    def _select(self, name: str) -> list[str]:
+        """Return the entries of a list in the tables whose conditions hold. name: name of the list."""
+        found: list[str] = select(self.tables[name], self.true, self.tables["groups"])
+        return found
 
     def entry(self, name: str) -> SavedTensor:
         """Return the buffer called `name` with its shape and element type."""
         if name not in self._entries:
-            found = parse_tensor(Item(name, self.tables["shapes"][name])).compute(self.dimensions)
-            self._entries[name] = found._replace(kind=self._types.get(found.kind, found.kind))
+            shape, *_ = select(self.tables["shapes"][name], self.true, {})
+            self._entries[name] = parse_tensor(Item(name, shape)).compute(self.dimensions)
         return self._entries[name]
 
     def bytes(self, name: str) -> int:
@@ -172,26 +173,11 @@ class CompiledBlock:
         entry = self.entry(name)
         return math.prod(entry.shape) * element_bytes(self.batch.dtype, entry.kind)
 
-    @property
-    def gradients(self) -> tuple[str, ...]:
-        """Names of the output gradients that the backward receives."""
-        return (GRADIENT, "gradient of the mixture's input") if self.name == "front" else (GRADIENT,)
-
-    @property
-    def results(self) -> tuple[str, ...]:
-        """Names of the buffers that the forward returns."""
-        return ("input of the sum", "mlp.input") if self.name == "front" else ("result",)
-
     @cached_property
     def backward_kernels(self) -> list[Kernel]:
         """Kernels of the backward in order, recomputed kernels included. Inductor may order the kernels of a mixture of
         experts in several ways; the order with the lowest memory peak is returned."""
-        orders = [""]
-        if self.name == "mixture" and "mlp.input" in self.saved:
-            orders = ["at_once"]
-        elif self.name == "mixture":
-            wide = "wide_router" in self.true
-            orders = ["shared_first"] * (not wide) + ["experts_first"] * (wide or "shared" in self.true)
+        orders = self._select("orders") or [""]
         found = [self._kernels(f"{self.name}_backward", order) for order in orders]
         return found[0] if len(found) == 1 else min(found, key=self._peak)
 
@@ -205,11 +191,12 @@ class CompiledBlock:
         """Return the kernels of one list in the tables, such as "attention", that this layer has. order: name of an
         order of kernels in a mixture's backward, tested by conditions; "": not such a list."""
         found = []
-        for line in _select_kernels(name, self.true | {order}):
-            made = tuple(self._buffer(item.name, line.verb in ("call", "tiles")) for item in line.writes)
-            label = "attention" if line.verb == "ring" else made[0].name if made else ", ".join(line.reads)
-            over = {item.name: item.value for item in line.writes if item.value}
-            found.append(Kernel(label, line.reads, made, over, tuple(self._inside(line.verb))))
+        for verb, reads, writes in _select_kernels(name, self.true | {order}):
+            made = tuple(self._buffer(item.name, verb in ("call", "tiles")) for item in writes)
+            label = "attention" if verb == "ring" else made[0].name if made else ", ".join(reads)
+            inside = attention_workspaces(self.batch, self.kind) if verb in ("ring", "tiles") else ()
+            over = {item.name: item.value for item in writes if item.value}
+            found.append(Kernel(label, reads, made, over, tuple(inside)))
         return found
 
     def _buffer(self, name: str, operator: bool) -> Buffer:
@@ -219,14 +206,6 @@ class CompiledBlock:
         kind = "wide" if kind == "x" and not self.batch.narrow else kind
         category = "gradients" if name.startswith("weight gradient") else "activations"
         return Buffer(name, kind, self.bytes(name), category, operator)
-
-    def _inside(self, verb: str) -> Iterator[Allocation]:
-        """Yield the temporary allocations inside an operator that inductor calls. verb: "ring" or "tiles" for kinds of
-        attention; nothing is yielded for other operators."""
-        if verb == "ring":
-            yield from ring_backward(self.batch, self.kind)
-        elif verb == "tiles" and "cuda_attention" not in self.true:
-            yield from tiled_backward(self.batch, self.kind)
 
     # --- memory peaks
 
@@ -286,15 +265,8 @@ class CompiledBlock:
     def operands(self) -> dict[str, tuple[str, str]]:
         """{linear layer, such as "mlp.up": (name of its input, name of the gradient of its output)}, the operands of
         its queued weight gradient, in the order in which these are computed."""
-        gathers = "gathers" in self.true
-        return {
-            "mlp.down": ("mlp.down.input", "mlp.down.product.gradient" if gathers else GRADIENT),
-            "mlp.up": ("mlp.up.input", "mlp.up.output.gradient"),
-            "attention.output": (
-                "attention.output.input", "attention.output.product.gradient" if gathers else "gradient between",
-            ),
-            "attention.qkv": ("attention.qkv.input", "attention.qkv.output.gradient"),
-        }  # fmt: skip
+        found = {name: select(pair, self.true, {}) for name, pair in self.tables["operands"].items()}
+        return {name: (pair[0], pair[1]) for name, pair in found.items()}
 
     def _weight_gradients(self) -> int:
         """Return the peak bytes while queued weight gradients are computed one after another. Each frees its operands

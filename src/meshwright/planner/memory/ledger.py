@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 from meshwright.collectives.quantities import GIB
 from meshwright.errors import UserError
@@ -19,16 +19,15 @@ from meshwright.planner.cost.engines import ENGINES, Engine
 from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch, Routed, Starts
 from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.memory.compiled_blocks import can_predict_compiled
-from meshwright.planner.memory.saved import position_tables, saved_activations
+from meshwright.planner.memory.saved import position_tables
 from meshwright.planner.memory.snapshot import Allocation, Snapshot
-from meshwright.planner.memory.stage_snapshots import StageSnapshots
-from meshwright.planner.memory.states import BackwardState, Buffers, Reduction, flats_of, gradient_buffers, list_states
+from meshwright.planner.memory.stage_snapshots import RankStep, StageSnapshots
+from meshwright.planner.memory.states import Buffers, PassState, Reduction, flats_of, gradient_buffers, list_states
 from meshwright.planner.memory.teacher import TeacherMemory
 from meshwright.program import consumed_sends
 from meshwright.program.pipeline import ARRIVING, COMPUTING
 from meshwright.schedules.transfers import with_transfers
 from meshwright.spec.config import ModelConfig
-from meshwright.spec.parameter_entries import REDUCTIONS_IN_FLIGHT
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.partition import Partition
 from meshwright.spec.refuse import refuse
@@ -193,7 +192,6 @@ class _StepReplay:
     def __init__(self, batch: MicroBatch, rank: int, options: LedgerOptions) -> None:
         config, layout, sequence = batch.config, batch.layout, batch.sequence
         self.batch, self.config, self.layout = batch, config, layout
-        self.compiled = options.get("compile", False)
         self.graphs = options.get("graphs", False)
         self.workspace = 0
         if batch.device == "cuda":
@@ -209,12 +207,14 @@ class _StepReplay:
         sums = element_types(batch.dtype)["wide"]
         self.states = list(list_states(flats, batch.dtype, sums, options.get("optimizer", "adamw")))
         self.stages: dict[tuple[int, bool], StageSnapshots] = {}
-        self._peaks: dict[tuple[object, ...], tuple[Snapshot, tuple[Reduction, ...]]] = {}
-        self.split = any(kind == _INPUT_GRADIENT for _, kind, *_ in self._steps())
-        if self.split and any(map(config.has_experts, range(config.layers))):
-            self.compiled = False  # what experts leave for later cuts a compiled block into pieces
+        split = any(kind == _INPUT_GRADIENT for _, kind, *_ in self._steps())
+        # What experts leave for later cuts a compiled block into pieces.
+        pieces = split and any(map(config.has_experts, range(config.layers)))
         teacher = options.get("teacher")
-        self.teacher = None if teacher is None else TeacherMemory(teacher, batch, self.compiled)
+        self.step = RankStep(
+            batch, self.place["tp"], options.get("compile", False) and not pieces, split,
+            None if teacher is None else TeacherMemory(teacher, batch),
+        )  # fmt: skip
         self.passes = Counter(stage for _, kind, stage, *_ in self._steps() if kind == _FORWARD)
 
     def ledger(self) -> Ledger:
@@ -225,7 +225,7 @@ class _StepReplay:
         items = [*stay, *self._snapshot_items(peak_snapshot, others)]
         total = base + transient
         framework = 0 if self.batch.device == "cpu" else CUDA_CONTEXT_BYTES
-        compiled = self.compiled and can_predict_compiled(self.batch)
+        compiled = self.step.compiled and can_predict_compiled(self.batch)
         assert sum(item.bytes for item in items) == total
         return Ledger(tuple(items), total, peak_snapshot.name, base, compiled, framework_bytes=framework)
 
@@ -235,7 +235,7 @@ class _StepReplay:
         yield from (state for _, state in self.states)
         if any(stage.layers for stage in self.partition.stages_on(self.place["pp"])):
             yield from position_tables(self.config, self.batch.sequence, self.batch.dtype)
-        yield from self.teacher.list_tensors(self.place["pp"]) if self.teacher else ()
+        yield from self.step.teacher.list_tensors(self.place["pp"]) if self.step.teacher else ()
         for way in (1 + self.graphs) * ("forward", "backward") if self.workspace else ():
             yield Allocation("workspace", f"cuBLAS, {way}", (self.workspace,), "uint8", self.workspace)
         shape = (1 + self.graphs) * self.layout.micro_batches * self.batch.rows, self.batch.tokens
@@ -271,8 +271,8 @@ class _StepReplay:
             if kind in (_BACKWARD, _INPUT_GRADIENT):
                 left[stage] -= 1
                 alive[kept] -= part.saved_bytes
-            later, over = self.passes[stage] - left[stage] > 1, left[stage] == 0
-            highest, in_flight = self._find_peak(part, kind, later, over, in_flight)
+            state = PassState(self.passes[stage] - left[stage] > 1, left[stage] == 0, in_flight)
+            highest, in_flight = part.find_peak(kind, state)
             assert min(alive.values(), default=0) >= 0, alive
             yield sum(alive.values()) + highest.bytes, highest, dict(alive)
             if kind == _FORWARD:
@@ -282,47 +282,13 @@ class _StepReplay:
             if stage < last if kind == _FORWARD else kind != _WEIGHT_GRADIENT and stage > 0:
                 alive[*_SENT, stage] += stream
 
-    def _find_peak(
-        self, snapshots: StageSnapshots, kind: int, later: bool, over: bool, before: tuple[Reduction, ...]
-    ) -> tuple[Snapshot, tuple[Reduction, ...]]:
-        """Return (memory snapshot at the peak of one pass of a stage, gradient reductions in flight when the pass
-        ends). snapshots: generator of the stage's memory snapshots; kind:
-        forward, backward, input-gradient or weight-gradient pass; later: False for the stage's first backward of the
-        step; over: True for its last backward; before: gradient reductions in flight when the pass begins."""
-        key = snapshots, kind, later, over, before
-        if key not in self._peaks:
-            state = BackwardState(later, over, before)
-            if kind == _FORWARD:
-                candidates = snapshots.forward()
-            elif kind == _WEIGHT_GRADIENT:
-                candidates = snapshots.weight_gradients(state)
-            else:
-                candidates = snapshots.backward(kind == _INPUT_GRADIENT, state)
-            if self.teacher is not None and snapshots.stage.last:
-                candidates = self.teacher.add_to(candidates, kind == _FORWARD)
-            snapshot = max(candidates, key=lambda snapshot: snapshot.bytes)
-            leaves = before
-            if kind == _FORWARD:
-                snapshot = snapshot.with_more(snapshots.in_flight(before))
-            else:
-                half = None if kind == _BACKWARD else kind == _WEIGHT_GRADIENT
-                leaves = (*before, *snapshots.started_reductions(state, half))[-REDUCTIONS_IN_FLIGHT:]
-            self._peaks[key] = snapshot, leaves
-        return self._peaks[key]
-
     def stage(self, index: int, at_once: bool) -> StageSnapshots:
         """Return the generator of memory snapshots of the stage with index `index`. at_once: True if each backward of
         the stage directly follows its forward."""
         if (index, at_once) not in self.stages:
-            batch, stage = self.batch, self.partition.stages[index]
-            options: dict[str, Any] = {"at_once": at_once, "tp_rank": self.place["tp"], "compiled": self.compiled}
-            kept = whole = saved_activations(batch, stage, **options)
-            if batch.layout.recompute != "none":
-                whole = saved_activations(batch.recomputed, stage, **options)
+            stage = self.partition.stages[index]
             buffers = Buffers(self.partition.units(stage), self.flats_by_unit, self.reused, self.table.tied)
-            self.stages[index, at_once] = StageSnapshots(
-                batch, stage, buffers, kept, whole, compiled=self.compiled, queues=self.split
-            )
+            self.stages[index, at_once] = StageSnapshots(self.step, stage, buffers, at_once)
         return self.stages[index, at_once]
 
     def _steps(self) -> list[consumed_sends.Row]:

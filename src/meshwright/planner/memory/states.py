@@ -5,7 +5,6 @@ unit, as `parallel/zero.py` lays them out, and the gradient reductions of these 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -87,10 +86,9 @@ class Reduction(NamedTuple):
     later: bool
 
 
-@dataclass(frozen=True, slots=True)
-class BackwardState:
-    """State of a pipeline stage when a backward begins. later: True if the stage has already run a backward in this
-    step; last: True for its last backward of the step; before: gradient reductions in flight."""
+class PassState(NamedTuple):
+    """State of a pipeline stage when a pass begins. later: True if the stage has already run a backward in this step;
+    last: True for its last backward of the step; before: gradient reductions in flight."""
 
     later: bool
     last: bool
