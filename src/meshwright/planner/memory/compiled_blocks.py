@@ -138,6 +138,7 @@ class CompiledBlock:
         name: "dense", "encoder", "mixture", or "front" for a layer whose mixture is expert-parallel.
         gradients, results: Names of the output gradients that the backward receives, and of the buffers that the
             forward returns.
+        orders: Possible orders of the kernels of a mixture's backward.
         saved: Names of the activations that the forward saves for the backward, without the block's input; under full
             recompute, those that the recomputed forward saves.
         true: Names that hold in conditions of the tables: properties of the layer, such as "gated", and saved
@@ -154,12 +155,9 @@ class CompiledBlock:
         self.saved: list[str] = select(listed, properties, self.tables["groups"])
         self.true = properties | set(self.saved)
         self._entries: dict[str, SavedTensor] = {}
-        self.gradients, self.results = (self._select(name) for name in ("gradients", "results"))
-
-    def _select(self, name: str) -> list[str]:
-        """Return the entries of a list in the tables whose conditions hold. name: name of the list."""
-        found: list[str] = select(self.tables[name], self.true, self.tables["groups"])
-        return found
+        self.gradients, self.results, self.orders = (
+            list[str](select(self.tables[name], self.true, {})) for name in ("gradients", "results", "orders")
+        )
 
     def entry(self, name: str) -> SavedTensor:
         """Return the buffer called `name` with its shape and element type."""
@@ -177,8 +175,7 @@ class CompiledBlock:
     def backward_kernels(self) -> list[Kernel]:
         """Kernels of the backward in order, recomputed kernels included. Inductor may order the kernels of a mixture of
         experts in several ways; the order with the lowest memory peak is returned."""
-        orders = self._select("orders") or [""]
-        found = [self._kernels(f"{self.name}_backward", order) for order in orders]
+        found = [self._kernels(f"{self.name}_backward", order) for order in self.orders or [""]]
         return found[0] if len(found) == 1 else min(found, key=self._peak)
 
     def _peak(self, kernels: list[Kernel]) -> Number:
@@ -262,11 +259,10 @@ class CompiledBlock:
         return sum(self.bytes(name) for pair in self.operands.values() for name in pair)
 
     @cached_property
-    def operands(self) -> dict[str, tuple[str, str]]:
-        """{linear layer, such as "mlp.up": (name of its input, name of the gradient of its output)}, the operands of
+    def operands(self) -> dict[str, list[str]]:
+        """{linear layer, such as "mlp.up": [name of its input, name of the gradient of its output]}, the operands of
         its queued weight gradient, in the order in which these are computed."""
-        found = {name: select(pair, self.true, {}) for name, pair in self.tables["operands"].items()}
-        return {name: (pair[0], pair[1]) for name, pair in found.items()}
+        return {name: select(pair, self.true, {}) for name, pair in self.tables["operands"].items()}
 
     def _weight_gradients(self) -> int:
         """Return the peak bytes while queued weight gradients are computed one after another. Each frees its operands

@@ -144,17 +144,16 @@ def list_states(
     `CATEGORY_OF_STATE`. flats: its flat parameter buffers; parameter_dtype, master_dtype: torch's type names;
     optimizer: such as "adamw"."""
 
-    def make_tensor(
-        kind: str, name: str, numel: int, size: int | None = None, dtype: str = master_dtype
-    ) -> tuple[str, Allocation]:
-        """Return the kind and a tensor of `numel` elements. size: its bytes; None: those of its type."""
-        size = numel * ITEM_BYTES[dtype] if size is None else size
-        return kind, Allocation(CATEGORY_OF_STATE[kind], name, (numel,), dtype, size)
+    def make_tensor(kind: str, name: str, numel: int) -> tuple[str, Allocation]:
+        """Return the kind and a tensor of `numel` elements of the master weights' type."""
+        size = numel * ITEM_BYTES[master_dtype]
+        return kind, Allocation(CATEGORY_OF_STATE[kind], name, (numel,), master_dtype, size)
 
     for flat in flats:
         here = flat.padded // (flat.shards if flat.zero == 3 else 1)
         size = flat.held_bytes(here, ITEM_BYTES[parameter_dtype]) + flat.scales
-        yield make_tensor("parameters", f"{flat.name}.parameters", here, size, flat.packed or parameter_dtype)
+        dtype = flat.packed or parameter_dtype
+        yield "parameters", Allocation("parameters", f"{flat.name}.parameters", (here,), dtype, size)
         if not flat.trainable:
             continue
         if parameter_dtype != master_dtype:

@@ -113,20 +113,17 @@ def loss_pass(
     activations of the stage; again: True for the backward of a loss whose forward saved no gradient, so that the loss
     is computed again; more: further sizes, those of distillation; known: properties "compiled_loss", "both_ends",
     "taught" and "cached" for conditions of `tensors.toml`."""
-    config, x = batch.config, batch.itemsize
+    config = batch.config
     chunks = batch.loss_chunks if config.head in ("next", "masked") else []
-    longest, several = max(chunks, default=0), len(chunks) > 1
-    adds = batch.narrow and batch.device == "cuda"  # products add to the float32 sum themselves
+    longest = max(chunks, default=0)
     kept = {each.name: each.bytes for each in saved}
     sizes: dict[str, Number] = {
-        "longest": longest, "head_width": batch.vocabulary, "kept_weight": kept.get("head.weight.gradient", 0),
-        "sliced": batch.loss_slice(longest),
-        "weight_bytes": batch.wide if several else x,
-        "summed_bytes": batch.wide if len(chunks) > 2 or adds else x,  # the sum of all but the last chunk
-        "chunk_bytes": 0 if adds else several * x * (2 if batch.narrow else 1),
+        "longest": longest, "head_width": batch.vocabulary, "sliced": batch.loss_slice(longest),
+        "kept_weight": kept.get("head.weight.gradient", 0),
     }  # fmt: skip
     flags = {
-        "again": again, "several_chunks": several, **known,
+        "again": again, "several_chunks": len(chunks) > 1, **known,
+        "sums_wide": len(chunks) > 2 or (batch.narrow and batch.device == "cuda"),
         "keeps_hidden": "head.hidden.gradient" in kept, "keeps_weight": "head.weight.gradient" in kept,
         "computes_weight": (again and config.adapter is None) or "head.weight.gradient" in kept,
     }  # fmt: skip
