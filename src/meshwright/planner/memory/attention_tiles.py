@@ -29,7 +29,7 @@ class Tiles(NamedTuple):
     several sequences and heads, with all keys to which they attend.
 
     rows, kv_heads: sequences and key-value heads processed together; group: query heads of each key-value head;
-    queries: queries of a tile, for each head; several_groups: False if all sequences and heads are processed together.
+    queries: queries of a tile, for each head; length: tokens of a sequence.
     """
 
     rows: int
@@ -37,7 +37,6 @@ class Tiles(NamedTuple):
     group: int
     queries: int
     length: int
-    several_groups: bool = True
 
 
 def choose_tiles(batch: MicroBatch, heads: int, kv_heads: int, length: int) -> Tiles:
@@ -48,7 +47,7 @@ def choose_tiles(batch: MicroBatch, heads: int, kv_heads: int, length: int) -> T
     per_head = group * queries * length
     together = max(1, min(kv_heads, most // per_head))
     rows = max(1, min(batch.rows, most // (per_head * kv_heads)))
-    return Tiles(rows, together, group, queries, length, together < kv_heads or rows < batch.rows)
+    return Tiles(rows, together, group, queries, length)
 
 
 def attention_workspaces(batch: MicroBatch, kind: LayerKind) -> list[Allocation]:
@@ -66,7 +65,8 @@ def _ring_backward(batch: MicroBatch, kind: LayerKind) -> list[Allocation]:
     heads, kv_heads, half = batch.heads, batch.kv_heads, batch.tokens // 2
     cut = choose_tiles(batch, heads, kv_heads, half)
     sizes = {
-        "half": half, "blocks": 1 + min(2, batch.cp - 1), "before": int(half > cut.queries or cut.several_groups),
+        "half": half, "blocks": 1 + min(2, batch.cp - 1),
+        "before": int(half > cut.queries or cut.kv_heads < kv_heads or cut.rows < batch.rows),
         "ring_lines": count_flash_lines(batch, heads, half, batch.ring_documents if batch.masked else 0),
         "cut_lines": cut.rows * cut.kv_heads * cut.group * cut.queries,
         "cut_queries": cut.queries, "cut_rows": cut.rows, "cut_kv_heads": cut.kv_heads,

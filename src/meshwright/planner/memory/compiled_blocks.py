@@ -13,7 +13,7 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 from meshwright.planner.cost.cached import cached_method
-from meshwright.planner.cost.dimensions import Dimensions, element_bytes, layer_dimensions
+from meshwright.planner.cost.dimensions import Dimensions, element_bytes, element_types, layer_dimensions
 from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number
 from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.cost.tables import Item, holds, parse_tensor, select, select_items
@@ -176,13 +176,14 @@ class CompiledBlock:
         """Kernels of the backward in order, recomputed kernels included. Inductor may order the kernels of a mixture of
         experts in several ways; the order with the lowest memory peak is returned."""
         found = [self._kernels(f"{self.name}_backward", order) for order in self.orders or [""]]
-        return found[0] if len(found) == 1 else min(found, key=self._peak)
-
-    def _peak(self, kernels: list[Kernel]) -> Number:
-        """Return the peak bytes of backward kernels that run in the given order, without temporaries inside kernels."""
         given = {name: self.bytes(name) for name in (INPUT, GRADIENT, *self.saved)}
-        weights = {made.name for kernel in kernels for made in kernel.makes if made.category == "gradients"}
-        return find_peak([each._replace(inside=()) for each in kernels], given, {*weights, INPUT_GRADIENT}).bytes
+
+        def compute_peak(kernels: list[Kernel]) -> Number:
+            """Return the peak bytes of kernels in the given order, without temporaries inside them."""
+            plain = [each._replace(inside=()) for each in kernels]
+            return find_peak(plain, given, {INPUT_GRADIENT, *list_weight_gradients(kernels)}).bytes
+
+        return found[0] if len(found) == 1 else min(found, key=compute_peak)
 
     def _kernels(self, name: str, order: str = "") -> list[Kernel]:
         """Return the kernels of one list in the tables, such as "attention", that this layer has. order: name of an
@@ -199,10 +200,9 @@ class CompiledBlock:
     def _buffer(self, name: str, operator: bool) -> Buffer:
         """Return the memory buffer called `name`. operator: True if a custom operator returns the buffer; inductor then
         does not reuse its memory."""
-        kind = self.entry(name).kind
-        kind = "wide" if kind == "x" and not self.batch.narrow else kind
+        dtype = element_types(self.batch.dtype)[self.entry(name).kind]
         category = "gradients" if name.startswith("weight gradient") else "activations"
-        return Buffer(name, kind, self.bytes(name), category, operator)
+        return Buffer(name, dtype, self.bytes(name), category, operator)
 
     # --- memory peaks
 
@@ -225,7 +225,7 @@ class CompiledBlock:
             kernels = [each for each in kernels if not each.name.startswith("weight gradient")]
             returned |= {name for pair in self.operands.values() for name in pair}
         else:
-            returned |= {made.name for kernel in kernels for made in kernel.makes if made.category == "gradients"}
+            returned |= list_weight_gradients(kernels)
         saved = {name: self.bytes(name) for name in self.saved}
         given = {name: self.bytes(name) for name in (INPUT, *self.gradients) if name not in state.arrived}
         gradients = [activation(name, self.bytes(name)) for name in self.gradients]
@@ -272,6 +272,11 @@ class CompiledBlock:
             most = max(most, self.bytes(f"weight gradient of {name.rpartition('.')[2]}") - used)
             used += sum(self.bytes(each) for each in pair if each != GRADIENT)
         return most
+
+
+def list_weight_gradients(kernels: Sequence[Kernel]) -> set[str]:
+    """Return the names of the weight gradients that kernels compute."""
+    return {made.name for kernel in kernels for made in kernel.makes if made.category == "gradients"}
 
 
 def list_mixture_backward(

@@ -18,12 +18,11 @@ from meshwright.planner.memory.snapshot import Allocation, NamedSnapshot, activa
 class Buffer(NamedTuple):
     """Memory buffer that a kernel of a compiled graph writes.
 
-    name: name of the tensor in the buffer; kind: element type, "x" (type of activations), "wide" (at least float32),
-    "index" or "int32"; bytes: size; category: category of the memory ledger; operator: True if a custom operator
-    returns the buffer, which inductor then does not reuse."""
+    name: name of the tensor in the buffer; dtype: torch's type name of an element; bytes: size; category: category of
+    the memory ledger; operator: True if a custom operator returns the buffer, which inductor then does not reuse."""
 
     name: str
-    kind: str
+    dtype: str
     bytes: int
     category: str = "activations"
     operator: bool = False
@@ -90,7 +89,7 @@ def simulate_allocations(
     waiting: list[tuple[Buffer, int]] = []  # freed buffers that may be reused, each with its last kernel
     for at in every:
         for made in kernels[at].makes:
-            alike = [each for each in waiting if (each[0].kind, each[0].bytes) == (made.kind, made.bytes)]
+            alike = [each for each in waiting if (each[0].dtype, each[0].bytes) == (made.dtype, made.bytes)]
             if not alike or made.operator or made.name in kernels[at].over:
                 continue
             buffer, freed = alike[-1]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
+from functools import cached_property, partial
+from itertools import accumulate, groupby
 from typing import Any
 
 from meshwright.planner.cost.cached import cached_method
@@ -34,7 +34,7 @@ from meshwright.planner.memory.snapshot import (
     message,
     workspace,
 )  # fmt: skip
-from meshwright.planner.memory.states import Buffers, Flat, PassState, Reduction
+from meshwright.planner.memory.states import Flat, PassState, Reduction, gradient_buffers
 from meshwright.planner.memory.teacher import TeacherMemory
 from meshwright.program.pipeline import Kind
 from meshwright.spec.parameter_entries import REDUCTIONS_IN_FLIGHT
@@ -63,6 +63,8 @@ class RankStep:
 
     Attributes:
         batch: Sizes of a micro-batch.
+        flats: Flat parameter buffers of the rank.
+        tied: True if head and embedding share their weight.
         tp_rank: Rank along tp.
         compiled: True if layers, norm and loss are compiled.
         queues: True if split backwards queue weight gradients.
@@ -70,20 +72,32 @@ class RankStep:
     """
 
     batch: MicroBatch
-    tp_rank: int = 0
-    compiled: bool = False
-    queues: bool = False
-    teacher: TeacherMemory | None = None
+    flats: Sequence[Flat]
+    tied: bool
+    tp_rank: int
+    compiled: bool
+    queues: bool
+    teacher: TeacherMemory | None
+
+    @cached_property
+    def flats_by_unit(self) -> dict[str, list[Flat]]:
+        """{FSDP unit: its flat parameter buffers}."""
+        return {unit: list(flats) for unit, flats in groupby(self.flats, key=lambda flat: flat.unit)}
+
+    @cached_property
+    def reused(self) -> dict[int, int]:
+        """{number of elements: number of buffers} of the unsharded gradient buffers that layers share."""
+        return gradient_buffers(self.flats)
 
 
 class StageSnapshots:
     """Generator of the memory snapshots of a stage's passes on one rank.
 
-    step: the rank's training step; stage: the stage; buffers: its flat parameter buffers; at_once: True if each
-    backward directly follows its forward. Attribute `saved`: activations that a forward saves."""
+    step: the rank's training step; stage: the stage; units: its FSDP units, each a layer, the embedding or the head;
+    at_once: True if each backward directly follows its forward. Attribute `saved`: activations that a forward saves."""
 
-    def __init__(self, step: RankStep, stage: Stage, buffers: Buffers, at_once: bool) -> None:
-        self.step, self.batch, self.stage, self.buffers, self.units = step, step.batch, stage, buffers, buffers.units
+    def __init__(self, step: RankStep, stage: Stage, units: Sequence[str], at_once: bool) -> None:
+        self.step, self.batch, self.stage, self.units = step, step.batch, stage, units
         options: dict[str, Any] = {"at_once": at_once, "tp_rank": step.tp_rank, "compiled": step.compiled}
         self.saved = whole = saved_activations(self.batch, stage, **options)
         if self.batch.layout.recompute != "none":
@@ -95,9 +109,9 @@ class StageSnapshots:
         self._saved_until = list(accumulate(map(count_bytes, self._saved_of.values())))
         self.saved_bytes = self._saved_until[-1]
         self.stream = self.batch.stream_bytes
-        self.both_ends = buffers.tied and stage.first and stage.last  # one matrix is embedding and head
+        self.both_ends = step.tied and stage.first and stage.last  # one matrix is embedding and head
         self.queue = sum(map(self._queue_of, self._layer)) if step.queues else 0
-        self._backwards: dict[tuple[object, ...], list[NamedSnapshot]] = {}
+        self._examples: dict[object, str] = {}
 
     @cached_method
     def find_peak(self, kind: int, state: PassState) -> tuple[Snapshot, tuple[Reduction, ...]]:
@@ -244,25 +258,27 @@ class StageSnapshots:
             more = [activation("recomputed", again)] if again > 0 else []
             layer = self._layer[unit]
             alike = layer if layer in self.batch.routed else layer_kind(self.batch.config, layer)
-            key = alike, split, unit == self.units[-1]
-            if key not in self._backwards:  # equal layers have equal temporaries
-                self._backwards[key] = list(self._layer_backward(unit, split))
-            for name, extras in self._backwards[key]:
+            example = self._examples.setdefault(alike, unit)  # equal layers have equal temporaries
+            for name, extras in self._layer_backward(example, split, unit == self.units[-1]):
                 yield name, [*more, *extras]
         elif unit in LOOKED_UP and self.batch.config.adapter is None:
             yield from temporaries.embedding_pass(self.batch, unit).snapshots("embedding")
 
-    def _layer_backward(self, unit: str, split: bool) -> Iterator[NamedSnapshot]:
-        """Yield (snapshot name, temporaries) for the backward of an uncompiled layer. unit: name of the layer, such as
-        "layers.3"; split: True if only input gradients are computed."""
+    @cached_method
+    def _layer_backward(self, unit: str, split: bool, arrived: bool) -> list[NamedSnapshot]:
+        """Return (snapshot name, temporaries) for the backward of an uncompiled layer. unit: name of the layer, such as
+        "layers.3"; split: True if only input gradients are computed; arrived: True if another stage sent the gradient
+        of the layer's output."""
         at, number, saved = self.batch, self._layer[unit], self._whole_of[unit]
         kind, queue = layer_kind(at.config, number), int(queued_bytes(at, saved, number, False)) if split else 0
         sizes = temporaries.adapter_sizes(at, number) | {"split": int(split), "mlp_queue": queue}
-        flags = {"split": split, "arrived": unit == self.units[-1]}
+        flags = {"split": split, "arrived": arrived}
         layer = temporaries.Pass(layer_dimensions(at, number, sizes, flags), saved, f"{unit}.")
-        for section in ("mixture" if kind.mixed else "mlp", "mlp_norm", "attention"):
-            for name, extras in layer.snapshots(section):
-                yield name, [*extras, *(attention_workspaces(at, kind) if name == ".attention" else ())]
+        return [
+            (name, [*extras, *(attention_workspaces(at, kind) if name == ".attention" else ())])
+            for section in ("mixture" if kind.mixed else "mlp", "mlp_norm", "attention")
+            for name, extras in layer.snapshots(section)
+        ]
 
     def _queue_of(self, unit: str) -> int:
         """Return the bytes that the queued weight gradients of a layer keep allocated. unit: its name, such as
@@ -287,7 +303,7 @@ class StageSnapshots:
         names = {self.units[at] for at in (unit_index, unit_index + step) if 0 <= at < len(self.units)}
         if step < 0:
             names -= set(LOOKED_UP)
-        if self.buffers.tied and ("head" in names or (step > 0 and self.both_ends)):
+        if self.step.tied and ("head" in names or (step > 0 and self.both_ends)):
             names.add("embedding")
         return [
             message(f"{flat.name} gathered", flat.held_bytes(flat.padded, self.batch.itemsize))
@@ -297,12 +313,12 @@ class StageSnapshots:
 
     def _flats(self, units: Iterable[str]) -> Iterator[Flat]:
         """Yield the flat parameter buffers of units."""
-        return (flat for unit in units for flat in self.buffers.flats.get(unit, ()))
+        return (flat for unit in units for flat in self.step.flats_by_unit.get(unit, ()))
 
     def _unsharded(self, flats: Iterable[Flat]) -> list[Allocation]:
         """Return the unsharded gradient buffers that flat parameter buffers allocate in a backward under ZeRO-2 and 3,
         without those shared by layers, which are counted elsewhere."""
-        flats = (flat for flat in flats if flat.zero >= 2 and flat.padded not in self.buffers.reused)
+        flats = (flat for flat in flats if flat.zero >= 2 and flat.padded not in self.step.reused)
         return [gradient(f"{flat.name} unsharded gradient", flat.padded * self.batch.wide) for flat in flats]
 
     def _in_flight(self, posted: Sequence[Reduction]) -> list[Allocation]:

@@ -4,7 +4,7 @@ unit, as `parallel/zero.py` lays them out, and the gradient reductions of these 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -93,22 +93,6 @@ class PassState(NamedTuple):
     later: bool
     last: bool
     before: tuple[Reduction, ...] = ()
-
-
-class Buffers(NamedTuple):
-    """Flat parameter buffers of a stage, in which ZeRO shards parameters.
-
-    Attributes:
-        units: FSDP units of the stage, each a layer, the embedding or the head.
-        flats: {unit: its flat parameter buffers}.
-        reused: {number of elements: number of buffers} of the unsharded gradient buffers that layers share.
-        tied: True if head and embedding share their weight.
-    """
-
-    units: Sequence[str]
-    flats: Mapping[str, Sequence[Flat]]
-    reused: Mapping[int, int]
-    tied: bool
 
 
 def optimizer_kinds(optimizer: str) -> tuple[str, ...]:

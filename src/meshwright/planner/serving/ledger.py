@@ -219,9 +219,11 @@ class ServingRank:
         section names in addition to those of every section; "multiple" is that of `kv_block`."""
         config, stage, latent, tables = self.config, self.stage, self.config.latent, read_packaged_toml(TABLE)[section]
         kv_block = self.kv_block(more.get("multiple", 1))
+        positions = len({config.layer_positions(layer) for layer in stage.layers} - {None})
         known = {
             "logit_rows": self.sizes.logit_rows, "max_length": self.sizes.max_length,
-            "position_elements": self.position_elements, "kv_block": kv_block,
+            # Cosines and sines of half the features each; temperatures of queries in place of cosines.
+            "position_elements": positions * (config.rotary_dim if latent else config.head_dim), "kv_block": kv_block,
             "block_tables": len(block_tables(config, self.layout.pp).windows),
             "cached": latent.cached_dim if latent else 2 * self.step.kv_heads * config.head_dim,
         }  # fmt: skip
@@ -238,13 +240,6 @@ class ServingRank:
 
         dimensions["widest"] = max((add(sizes) for sizes in tables.get("widths", {}).values()), default=0)
         return RankLedger(**{name: add(tables[name]) for name in ITEMS}, kv_block=kv_block)
-
-    @property
-    def position_elements(self) -> int:
-        """Elements, for a position, of all tables of position-dependent factors of the stage's layers: cosines and
-        sines of half the features each; temperatures of queries in place of cosines."""
-        settings = {self.config.layer_positions(layer) for layer in self.stage.layers} - {None}
-        return len(settings) * (self.config.rotary_dim if self.config.latent else self.config.head_dim)
 
     @property
     def parameters(self) -> list[tuple[ModelParameter, int]]:
