@@ -48,18 +48,19 @@ def can_predict_compiled(batch: MicroBatch) -> bool:
 @cache
 def _read_tables() -> Mapping[str, Any]:
     """Return the tables of compiled layers for the installed version of torch: of the latest version that is not newer,
-    else of the oldest. `shapes` of the result is {buffer: element types and shapes, each with its condition}, such as
-    "x rows tokens hidden"; `groups` {group: its buffers}."""
+    else of the oldest. `shapes` of the result is {buffer: [(element type and shape, such as "x rows tokens
+    hidden", its condition)]}; `groups` {group: its buffers}."""
     folder = resources.files("meshwright.planner.memory")
     versions = {(int(found[1]), int(found[2])): each.name for each in folder.iterdir()
                 if (found := _FILE.match(each.name))}  # fmt: skip
     older = [version for version in versions if version <= (installed_torch() or version)]
     file = read_packaged_toml(f"planner/memory/{versions[max(older, default=min(versions))]}")
     groups = {name: text.split(",") for name, text in file["groups"].items()}
-    shapes = defaultdict[str, list[str]](list)
-    for shape, names in file["shapes"].items():
+    shapes = defaultdict[str, list[tuple[str, str]]](list)
+    for text, names in file["shapes"].items():
+        shape, _, condition = text.partition("?")
         for name in names:
-            shapes[name].append(shape)
+            shapes[name].append((shape, condition))
     return {**file, "groups": groups, "shapes": shapes}
 
 
@@ -162,7 +163,7 @@ class CompiledBlock:
     def entry(self, name: str) -> SavedTensor:
         """Return the buffer called `name` with its shape and element type."""
         if name not in self._entries:
-            shape, *_ = select(self.tables["shapes"][name], self.true, {})
+            shape = next(shape for shape, condition in self.tables["shapes"][name] if holds(condition, self.true))
             self._entries[name] = parse_tensor(Item(name, shape)).compute(self.dimensions)
         return self._entries[name]
 

@@ -74,14 +74,17 @@ def simulate_allocations(
     inputs: {name: bytes} of the graph's inputs that are freed after their last use; results: names of the tensors that
     the graph returns, which are never freed.
     """
-    every = range(len(kernels))
+    every, end = range(len(kernels)), len(kernels) - 1
     names = [dict.fromkeys((*kernel.reads, *(made.name for made in kernel.makes))) for kernel in kernels]
-    ends = dict.fromkeys(inputs, len(kernels)) | {name: at for at in every for name in names[at]}
-    ends |= dict.fromkeys(results, len(kernels))
+    ends = dict.fromkeys(inputs, end) | {name: at for at in every for name in names[at]}
+    ends |= dict.fromkeys(results, end)
     lives = [(made, at, ends[made.name]) for at in every for made in kernels[at].makes]  # buffer, first and last kernel
     left = [sum(size for name, size in inputs.items() if ends[name] >= at) for at in every]
     # By this estimate inductor decides on reuse. It has neither reuse of buffers nor temporaries inside kernels.
-    estimate = [left[at] + sum(made.bytes for made, first, last in lives if first <= at <= last) for at in every]
+    estimate = list(left)
+    for made, first, last in lives:
+        for at in range(first, last + 1):
+            estimate[at] += made.bytes
     peak = max(estimate, default=0)
     replaced = {old: at for at in every for old in kernels[at].over.values()}
     lives = [(made, first, replaced[made.name] - 1 if made.name in replaced else last) for made, first, last in lives]
@@ -101,13 +104,12 @@ def simulate_allocations(
             waiting.remove(alike[-1])
             lives.append((buffer._replace(name=f"{buffer.name} (its place)"), freed + 1, at - 1))
         waiting += [(reusable[name], at) for name in names[at] if ends[name] == at and name in reusable]
-    return [
-        KernelMemory(
-            kernels[at].name, {made.name: made for made, first, last in lives if first <= at <= last},
-            sum(inputs.values()) - left[at], kernels[at].inside,
-        )
-        for at in every
-    ]  # fmt: skip
+    buffers: list[dict[str, Buffer]] = [{} for _ in every]
+    for made, first, last in lives:
+        for at in range(first, last + 1):
+            buffers[at][made.name] = made
+    given = sum(inputs.values())
+    return [KernelMemory(kernels[at].name, buffers[at], given - left[at], kernels[at].inside) for at in every]
 
 
 def find_peak(kernels: Sequence[Kernel], inputs: Mapping[str, int], results: Collection[str]) -> KernelMemory:
