@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from itertools import product
 
 import pytest
 import torch
 
+from meshwright.layout import Layout
 from meshwright.model.tiled_attention import Span, cut_tiles
-from meshwright.planner.cost.micro_batch import Starts
-from meshwright.planner.memory.attention_tiles import TiledAttention, Tiles, backward_temporaries, list_tiles
+from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Starts
+from meshwright.planner.memory import attention_tiles
+from meshwright.planner.memory.attention_tiles import Tiles, list_tiles, tiled_backward
 from meshwright.planner.memory.snapshot import count_bytes
+from meshwright.spec.presets import preset
 from tests.packed_documents import documents_from_starts
 
 
@@ -34,25 +38,29 @@ def test_predicted_tiles_match_engine(rows: int, kv_heads: int, length: int, win
     for at, heads, tiles in cut_tiles(q_BKGSD, Span(everything, everything), first_BS):
         together = at.stop - at.start
         sizes = Tiles(together, heads.stop - heads.start, group, min(128, length), length)
-        whole = TiledAttention(sizes, rows, kv_heads, 4, 4, 4, window=window)
-        predicted = [(tile.queries, tile.keys, tile.mask) for tile in list_tiles(whole, starts[at])]
-        wide = [0 if each.mask is None or each.mask.dim() == 2 else each.mask.nbytes // together for each in tiles]
+        masked = [each.mask is not None and each.mask.dim() > 2 for each in tiles]
         cut = [(each.queries.stop - each.queries.start, each.keys.stop - each.keys.start) for each in tiles]
-        assert predicted == [(*size, mask) for size, mask in zip(cut, wide, strict=True)]
+        assert list_tiles(sizes, window, starts[at]) == [(*size, mask) for size, mask in zip(cut, masked, strict=True)]
+        for each, (queries, keys) in zip(tiles, cut, strict=True):
+            if each.mask is not None and each.mask.dim() > 2:
+                assert each.mask.numel() == together * queries * keys
         done += together * (heads.stop - heads.start)
     assert done == rows * kv_heads
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_unknown_documents_are_priced_at_their_maximum(seed: int) -> None:
+def test_unknown_documents_are_priced_at_their_maximum(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     make = random.Random(seed)
     rows, length, group = make.choice((1, 2, 6)), make.choice((128, 300, 1024)), make.choice((1, 2))
     tiles = Tiles(make.randint(1, rows), 2, group, min(128, length), length)
+    monkeypatch.setattr(attention_tiles, "choose_tiles", lambda *_: tiles)
+    tiled_backward.cache_clear()
     starts = rows_of(rows, length, seed)
-    for (x, wide), window, turned in product(((4, 4), (2, 4)), (None, 64), (True, False)):
-        attention = TiledAttention(tiles, rows, 2, 32, x, wide, rotated=turned, window=window)
+    config = dataclasses.replace(preset("llama-tiny"), heads=2 * group, kv_heads=2, head_dim=32)
+    for dtype, window, turned in product(("float32", "bfloat16"), (None, 64), (True, False)):
+        kind = LayerKind(window, mixed=False, rotates=turned)
         known, most = (
-            count_bytes(backward_temporaries(attention._replace(**each)))
-            for each in ({"starts": starts}, {"unknown": True})
+            count_bytes(tiled_backward(MicroBatch.of(config, Layout(), rows, length, dtype=dtype, packed=packed), kind))
+            for packed in (starts, True)
         )
-        assert known <= most, (attention, starts)
+        assert known <= most, (dtype, kind, starts)

@@ -26,6 +26,7 @@ from meshwright.planner.cost.tables import (
     parse_tensor,
     select,
 )
+from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.memory import published, saved, temporaries
 from meshwright.planner.memory.ledger import ledger
 from meshwright.spec.adapter_config import AdapterConfig
@@ -113,6 +114,9 @@ def record_names(monkeypatch: pytest.MonkeyPatch) -> tuple[Names, Names]:
             preset("qwen2-moe-tiny"), adapter=AdapterConfig(rank=4, targets=("q_proj", "*.experts.*_proj"))
         ),
     )
+    student = preset("llama-tiny")
+    for taught in (TeacherWork(student, projected=1), TeacherWork(student, top_k=4)):
+        ledger(student, Layout.parse("dp1 bf16"), batch=8, sequence=64, teacher=taught)
     labelled = dataclasses.replace(preset("bert-tiny"), head="classes", labels=("a", "b"))
     for config in (*map(preset, families), *adapted, labelled, preset("bert-tiny")):
         for text, more, longest in product(layouts, options, (64, 4096)):

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.planner.cost.dimensions import DIMENSIONS, Dimensions, find_properties
+from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch
+from meshwright.planner.serving import ledger
+from meshwright.planner.serving.device_ledger import device_ledger
 from meshwright.planner.serving.ledger import (
     ServingSizes,
     bill_text,
@@ -15,8 +20,10 @@ from meshwright.planner.serving.ledger import (
     parse_dtype,
     serving_ledger,
 )
+from meshwright.planner.serving.torch_ledger import torch_ledger
 from meshwright.spec.presets import preset
 from meshwright.spec.refuse import serving_layout
+from meshwright.toml import read_packaged_toml
 
 SIZES = ServingSizes(token_budget=512, max_sequences=32, max_length=2048, dtype="bfloat16")
 MIB = 2**20
@@ -145,3 +152,26 @@ def test_layouts_that_cannot_serve_are_refused(layout: str, reason: str):
 def test_empty_layout_is_one_rank():
     assert serving_layout("", preset("llama-3-8b")) == Layout()
     assert str(serving_layout("tp2 pp2 dp2", preset("llama-3-8b"))) == "dp2 tp2:nosp pp2"
+
+
+def test_lists_of_items_name_properties_and_dimensions_that_exist(monkeypatch: pytest.MonkeyPatch):
+    """A wrong name in a condition would only leave a buffer out."""
+    sizes, properties = {*DIMENSIONS, "widest"}, set[str]()
+
+    def record(batch: MicroBatch, kind: LayerKind, more: dict[str, int], flags: dict[str, bool]) -> Dimensions:
+        sizes.update(more)
+        properties.update(flags, find_properties(batch, kind))
+        return Dimensions(batch, kind, more, flags)
+
+    monkeypatch.setattr(ledger, "Dimensions", record)
+    for predict in (serving_ledger, torch_ledger, device_ledger):
+        predict(preset("llama-tiny"), Layout(), SIZES)
+    texts = [
+        text for section in read_packaged_toml(ledger.TABLE).values() for items in section.values()
+        for each in ([items] if isinstance(items, list) else items.values()) for text in each
+    ]  # fmt: skip
+    assert len(texts) > 40
+    for text in texts:
+        size, _, condition = text.partition("?")
+        assert set(re.findall(r"[a-z_]\w*", size)) <= sizes, text
+        assert set(re.findall(r"[a-z_]\w*", condition)) <= properties, text

@@ -98,20 +98,15 @@ class ActivationBytes:
         layers, queued, most = [], [], np.zeros(())
         for kind, layer in layer_examples(batch.config).items():
             stage = Stage(1, range(layer, layer + 1), first=False, last=False)
-            mixed = batch.config.has_experts(layer)
             every = saved_activations(whole, stage, compiled=compiled)
             unrecomputed = count_bytes(every) - empty
-            if compiled and can_predict_compiled(batch):
-                own = saved(batch, stage) - empty + stream
-                block = compiled_block(batch, kind)
-                temporaries = block.peak_temporaries - 4 * stream
-                if batch.layout.expert_parallel and mixed:  # its mixture is not compiled
-                    temporaries = max(temporaries, unrecomputed + stream - own)
-                queue = queued_bytes(batch, every, layer) if mixed else block.queued_bytes
-            else:
-                own = saved(batch, stage) - empty + (stream if recompute != "none" else 0)
-                queue = queued_bytes(batch, every, layer)
-                temporaries = unrecomputed - own if recompute != "none" else 0.0
+            block = compiled_block(batch, kind) if compiled and can_predict_compiled(batch) else None
+            own = saved(batch, stage) - empty + (stream if block is not None or recompute != "none" else 0)
+            queue = queued_bytes(batch, every, layer) if block is None or kind.mixed else block.queued_bytes
+            temporaries = unrecomputed - own if recompute != "none" else 0.0
+            if block is not None:
+                front = unrecomputed + stream - own if block.name == "front" else 0  # its mixture is not compiled
+                temporaries = max(block.peak_temporaries - 4 * stream, front)
             layers.append(own)
             queued.append(queue)
             most = np.maximum(most, temporaries)

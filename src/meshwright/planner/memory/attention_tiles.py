@@ -1,5 +1,5 @@
-"""Peak of temporaries in the backward of CPU attention, by replaying the loop over tiles of `model/tiled_attention.py`
-variable by variable. A variable keeps its tensor until the next one is assigned.
+"""Temporaries inside the backward of attention in plain torch. Attention in tiles (`model/tiled_attention.py`) is
+replayed tile by tile and variable by variable: a variable keeps its tensor until the next one is assigned.
 
 The starts of documents decide which keys a tile has; a tile has a mask over its keys if its queries attend to different
 sets of them. If the starts are unknown, the worst case is assumed: every tile has all earlier keys and a mask over
@@ -13,8 +13,11 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from meshwright.planner.cost.micro_batch import MicroBatch, Starts
-from meshwright.planner.memory.snapshot import Allocation, count_bytes, workspace
+from meshwright.planner.cost.dimensions import Dimensions, count_flash_lines, list_properties
+from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Starts
+from meshwright.planner.cost.tables import holds
+from meshwright.planner.memory.snapshot import Allocation, activation, count_bytes, workspace
+from meshwright.planner.memory.temporaries import Pass
 from meshwright.spec.policy import ACCELERATOR_TILE, TILE_QUERIES, TILE_SCORES
 
 LAST_TILES = 4
@@ -26,7 +29,7 @@ class Tiles(NamedTuple):
     several sequences and heads, with all keys to which they attend.
 
     rows, kv_heads: sequences and key-value heads processed together; group: query heads of each key-value head;
-    queries: queries of a tile, for each head; several_groups: False if all sequences and heads are processed together.
+    queries: queries of a tile, for each head; length: tokens of a sequence.
     """
 
     rows: int
@@ -34,20 +37,6 @@ class Tiles(NamedTuple):
     group: int
     queries: int
     length: int
-    several_groups: bool = True
-
-    @property
-    def lines(self) -> int:
-        """Number of rows of a tile's score matrix: queries, times sequences and query heads processed together."""
-        return self.rows * self.kv_heads * self.group * self.queries
-
-    @property
-    def before(self) -> int:
-        """Number of keys of the tile that is computed just before the largest tile, and whose tensors are still
-        allocated; 0 if there is no such tile."""
-        if self.length > self.queries:
-            return (self.length - 1) // self.queries * self.queries
-        return self.length if self.several_groups else 0
 
 
 def choose_tiles(batch: MicroBatch, heads: int, kv_heads: int, length: int) -> Tiles:
@@ -58,157 +47,133 @@ def choose_tiles(batch: MicroBatch, heads: int, kv_heads: int, length: int) -> T
     per_head = group * queries * length
     together = max(1, min(kv_heads, most // per_head))
     rows = max(1, min(batch.rows, most // (per_head * kv_heads)))
-    return Tiles(rows, together, group, queries, length, together < kv_heads or rows < batch.rows)
+    return Tiles(rows, together, group, queries, length)
 
 
-class TiledAttention(NamedTuple):
-    """Attention of one rank that is computed in tiles (blocks of queries).
+def attention_workspaces(batch: MicroBatch, kind: LayerKind) -> list[Allocation]:
+    """Return the temporaries inside the backward of attention in plain torch, which is computed in tiles or as a ring.
+    kind: kind of the layer."""
+    if batch.ring:
+        return _ring_backward(batch, kind)
+    plain = holds("capped | !cuda & !encoder", list_properties(batch, kind))  # an encoder's kernel is PyTorch's own
+    return tiled_backward(batch, kind) if plain else []
 
-    Attributes:
-        tiles: Sizes of the tiles.
-        rows: Sequences of the micro-batch.
-        kv_heads: Key-value heads.
-        size: Elements of a head.
-        itemsize, sum_itemsize: Bytes of an element of the inputs, and of sums.
-        rotated: True if queries and keys are copies in head-major order (made by rotary positions or query-key norms).
-        apart: True if only the queries are copies, with rows that are not contiguous.
-        capped: True if scores have a softcap, whose derivative is allocated in addition.
-        window: Most tokens that a query attends to; None for all.
-        starts: For each sequence of all micro-batches, the token positions at which documents begin; None: each
-            sequence is one document, or the positions are unknown (`unknown`).
-        unknown: True if documents may begin anywhere, for which the worst case is assumed; `starts` is then None.
-    """
 
-    tiles: Tiles
-    rows: int
-    kv_heads: int
-    size: int
-    itemsize: int
-    sum_itemsize: int
-    rotated: bool = False
-    apart: bool = False
-    capped: bool = False
-    window: int | None = None
-    starts: Starts | None = None
-    unknown: bool = False
+def _ring_backward(batch: MicroBatch, kind: LayerKind) -> list[Allocation]:
+    """Return the temporaries at the peak of ring attention's backward: gradient sums, KV blocks being sent and
+    received, and the tensors of a tile or of the kernel's results. kind: kind of the layer."""
+    heads, kv_heads, half = batch.heads, batch.kv_heads, batch.tokens // 2
+    cut = choose_tiles(batch, heads, kv_heads, half)
+    sizes = {
+        "half": half, "blocks": 1 + min(2, batch.cp - 1),
+        "before": int(half > cut.queries or cut.kv_heads < kv_heads or cut.rows < batch.rows),
+        "ring_lines": count_flash_lines(batch, heads, half, batch.ring_documents if batch.masked else 0),
+        "cut_lines": cut.rows * cut.kv_heads * cut.group * cut.queries,
+        "cut_queries": cut.queries, "cut_rows": cut.rows, "cut_kv_heads": cut.kv_heads,
+        "repeats": int(kv_heads < heads), "copies_halves": int(batch.masked and batch.rows > 1),
+    }  # fmt: skip
+    snapshots = Pass(Dimensions(batch, kind, sizes)).snapshots("ring")
+    return max((tensors for _, tensors in snapshots), key=count_bytes)
 
 
 class Tile(NamedTuple):
-    """One tile (block of queries) of attention for one sequence. queries, keys: number of queries and of keys; mask:
-    bytes of its mask, 0 without a mask."""
+    """One tile (block of queries) of attention for one sequence. queries, keys: number of queries and of keys; masked:
+    True if it has a mask."""
 
     queries: int
     keys: int
-    mask: int
+    masked: bool
 
 
 @lru_cache(maxsize=256)
-def backward_temporaries(attention: TiledAttention) -> list[Allocation]:
+def tiled_backward(batch: MicroBatch, kind: LayerKind) -> list[Allocation]:
     """Return the temporaries at the peak of tiled attention's backward, without the gradients that it returns, for the
     micro-batch in which they are largest: masks of all tiles; tensors of the tile being computed; copies of keys and
-    values, and sums of their gradients."""
-    starts, rows = attention.starts, attention.rows
+    values, and sums of their gradients. kind: kind of the layer."""
+    starts, rows = batch.starts, batch.rows
     of_each = [starts[at : at + rows] for at in range(0, len(starts), rows)] if starts else [None]
-    return max((_replay_backward(attention._replace(starts=each)) for each in of_each), key=count_bytes)
+    return max((_replay_backward(batch, kind, each) for each in of_each), key=count_bytes)
 
 
-def list_tiles(attention: TiledAttention, starts: Starts | None) -> list[Tile]:
+def list_tiles(cut: Tiles, window: int | None, starts: Starts | None) -> list[Tile]:
     """Return, in order, the tiles of sequences that are processed together. A tile has every key to which one of its
-    queries attends in any of the sequences. starts: for each of these sequences, the token positions at which documents
-    begin; None if each sequence is one document."""
-    found, (length, step) = [], (attention.tiles.length, attention.tiles.queries)
-    window = length if attention.window is None else attention.window
+    queries attends in any of the sequences. window: most tokens that a query attends to, None for all; starts: for each
+    of these sequences, the token positions at which documents begin; None if each sequence is one document."""
+    found, length = [], cut.length
 
     def find_first_key(row: Sequence[int], place: int) -> int:
         """Return the first token that the query at token `place` attends to; row: where the sequence's documents
         begin."""
-        return max(row[bisect_right(row, place) - 1], place - window + 1)
+        return max(row[bisect_right(row, place) - 1], place - (window or length) + 1)
 
-    for start in range(0, length, step):
-        stop = min(length, start + step)
+    for start in range(0, length, cut.queries):
+        stop = min(length, start + cut.queries)
         oldest, newest = (
             choose(find_first_key(row, place) for row in starts or ((0,),))
             for choose, place in ((min, start), (max, stop - 1))
         )
-        queries, keys = stop - start, stop - oldest
-        found.append(Tile(queries, keys, queries * keys * attention.sum_itemsize if newest > oldest else 0))
+        found.append(Tile(stop - start, stop - oldest, newest > oldest))
     return found
 
 
-def _replay_backward(attention: TiledAttention) -> list[Allocation]:
+def _replay_backward(batch: MicroBatch, kind: LayerKind, starts: Starts | None) -> list[Allocation]:
     """Replay the allocations of tiled attention's backward for one micro-batch, tile by tile; return the temporaries at
-    the memory peak, with tensors that are being assigned then."""
-    now = {"triangle": attention.tiles.queries**2 * attention.sum_itemsize}
-    most, then = 0, dict(now)
-    for new, temporaries in _list_row_assignments(attention):
-        total = sum(now.values()) + sum(new.values()) + temporaries
-        if total > most:
-            most, then = total, now | {f"new {name}": size for name, size in new.items()}
-        now |= new
-    of_keys = sum(then.get(name, 0) for name in ("k", "v", "wide k", "dk", "dv"))
-    masks = then.get("masks", 0) + then.get("new masks", 0)
-    found = [workspace("tile masks", masks)] if masks else []
-    of_tiles = most - of_keys - masks
-    return [*found, workspace("attention tiles", of_tiles), workspace("tile keys and values", of_keys)]
+    the memory peak, with tensors that are being assigned then. starts: token positions at which the documents of its
+    sequences begin."""
+    sizes = Dimensions(batch, kind)
+    cut = choose_tiles(batch, sizes["core_heads"], sizes["core_kv_heads"], batch.sequence)
+    now = {"triangle": cut.queries**2 * batch.wide}
+    peak = masks = of_keys = 0
+    for tensors in _list_assignments(sizes, cut, starts):
+        if (total := sum(now.values()) + count_bytes(tensors)) > peak:
+            peak, masks = total, now.get("masks", 0) + sum(each.bytes for each in tensors if each.name == "masks")
+            of_keys = sum(now.get(name, 0) for name in ("k", "v", "wide k", "dk", "dv"))
+        now |= {each.name: each.bytes for each in tensors if each.category != "workspace"}
+    of_masks = [workspace("tile masks", masks)] if masks else []
+    of_tiles = workspace("attention tiles", peak - masks - of_keys)
+    return [*of_masks, of_tiles, workspace("tile keys and values", of_keys)]
 
 
-Assignment = tuple[dict[str, int], int]
-"""Allocations at one point: ({variable: bytes of its new tensor}, bytes of temporaries at that point). The old tensors
-of the variables are freed after all new ones are allocated."""
-
-
-def _list_row_assignments(of: TiledAttention) -> Iterator[Assignment]:
-    """Yield the assignments of tensors in backward's loops over groups of sequences and of key-value heads, in order.
+def _list_assignments(sizes: Dimensions, cut: Tiles, starts: Starts | None) -> Iterator[Sequence[Allocation]]:
+    """Yield, in order, the allocations at each point of backward's loops over groups of sequences and of key-value
+    heads: new tensors of variables, whose old tensors are freed when all new ones are allocated, and temporaries
+    (category "workspace"). sizes: dimensions of the layer; starts: token positions at which documents begin.
 
     If every sequence is one document, all groups of sequences are alike and only the first two are replayed: the
     second, because tensors of the first are still allocated when it begins."""
-    groups = range(0, of.rows, of.tiles.rows)
-    for row in groups if of.starts else groups[:2]:
-        rows = min(of.tiles.rows, of.rows - row)
-        tiles = list_tiles(of, of.starts and of.starts[row : row + rows])
-        masks = sum(tile.mask for tile in tiles) * rows
-        yield {"masks": max(masks, _worst_masks(of, rows, tiles)) if of.unknown else masks}, 0
-        for head in range(0, of.kv_heads, of.tiles.kv_heads)[:2]:  # later groups add nothing to the peak
-            last = tiles if of.starts else tiles[-LAST_TILES:]
-            yield from _list_tile_assignments(of, rows, min(of.tiles.kv_heads, of.kv_heads - head), last)
+    batch, kind, every = sizes.batch, sizes.kind, sizes["core_kv_heads"]
+    groups = range(0, batch.rows, cut.rows)
+    copied = "rotated" in sizes.true, "split_sequence" in sizes.true  # queries and keys; queries alone
+    for row in groups if starts else groups[:2]:
+        rows = min(cut.rows, batch.rows - row)
+        tiles = list_tiles(cut, kind.window, starts and starts[row : row + rows])
+        masked = sum(tile.queries * tile.keys for tile in tiles if tile.masked)
+        if batch.masked and batch.starts is None:
+            masked = max(masked, _worst_masks(cut.length, rows, tiles))
+        yield [activation("masks", rows * masked * batch.wide)]
+        for head in range(0, every, cut.kv_heads)[:2]:  # later groups add nothing to the peak
+            heads = min(cut.kv_heads, every - head)
+            plain = rows == 1 or heads == 1  # then rows and heads are one dimension, wherever they lie
+            ordered = plain or (copied == (True, False) and heads == every)
+            group = {"group_rows": rows, "group_heads": heads, "copies_keys": not ordered, "copies_values": not plain}
+            sections = [("tile_group", Tile(0, 0, False))]
+            sections += [("tile", tile) for tile in (tiles if starts else tiles[-LAST_TILES:])]
+            for section, tile in (*sections, ("tile_sums", Tile(0, 0, False))):
+                whole = cut.group == 1 or (any(copied) and tile.queries == cut.length)
+                of_tile = {
+                    "cut_lines": rows * heads * cut.group * tile.queries, "cut_keys": tile.keys,
+                    "copies_queries": not (ordered and whole), "copies_gradients": not (plain and cut.group == 1),
+                }  # fmt: skip
+                for _, tensors in Pass(Dimensions(batch, kind, group | of_tile)).snapshots(section):
+                    yield tensors
 
 
-def _worst_masks(of: TiledAttention, rows: int, tiles: Sequence[Tile]) -> int:
-    """Return the most bytes that attention masks can take if documents may begin anywhere. rows: number of sequences
-    processed together; tiles: tiles of a sequence that is one document.
+def _worst_masks(length: int, rows: int, tiles: Sequence[Tile]) -> int:
+    """Return the most elements of a sequence's attention masks if documents may begin anywhere. length: tokens of the
+    sequence; rows: number of sequences processed together; tiles: tiles of a sequence that is one document.
 
     With one sequence, the masks of different tiles have at most one tile of keys in common, as each mask ends at the
     start of a document. With several sequences, each tile may have a mask over all its keys."""
     if rows == 1:
-        return tiles[0].queries * (of.tiles.length + tiles[0].queries * (len(tiles) - 1)) * of.sum_itemsize
-    return rows * sum(tile.queries * tile.keys for tile in tiles) * of.sum_itemsize
-
-
-def _list_tile_assignments(of: TiledAttention, rows: int, kv_heads: int, tiles: Sequence[Tile]) -> Iterator[Assignment]:
-    """Yield the assignments of tensors for one group of sequences and key-value heads. rows, kv_heads: numbers of
-    sequences and heads; tiles: tiles of one sequence."""
-    x, wide = of.itemsize, of.sum_itemsize
-    together = rows == 1 or kv_heads == 1  # then rows and heads are one dimension, wherever they lie
-    head_after_head = together or (of.rotated and kv_heads == of.kv_heads)
-    each, upcast = rows * kv_heads * of.tiles.length * of.size, wide if x < wide else 0
-    yield {"k": 0 if head_after_head else each * x, "v": 0 if together else each * x}, 0
-    yield {"wide k": each * upcast}, 0
-    yield {"dk": each * wide, "dv": each * wide}, 0
-    for tile in tiles:
-        lines = rows * kv_heads * of.tiles.group * tile.queries
-        scores, columns = lines * tile.keys, lines * of.size
-        whole = of.tiles.group == 1 or ((of.rotated or of.apart) and tile.queries == of.tiles.length)
-        query, gradient = head_after_head and whole, together and of.tiles.group == 1
-        slope = scores * wide if of.capped else 0
-        of_keys = rows * kv_heads * tile.keys * of.size * (x + upcast)
-        yield {"q": 0 if query else columns * x, "d_out": 0 if gradient else columns * x}, 0
-        yield {}, columns * wide + (4 if of.capped else 1) * scores * wide
-        yield {}, 2 * scores * wide + slope
-        yield {"slope": slope, "p": scores * x}, 0
-        yield {}, of_keys
-        yield {"dp": scores * x}, 0
-        yield {"ds": scores * x}, 0
-        yield {}, scores * (wide + upcast) if of.capped else 0  # multiplied in the wide type
-        yield {"dq": columns * x}, 0
-        yield {}, of_keys
-    yield {}, each * upcast
+        return tiles[0].queries * (length + tiles[0].queries * (len(tiles) - 1))
+    return sum(tile.queries * tile.keys for tile in tiles)

@@ -6,20 +6,22 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property, lru_cache
 from importlib import resources
 from typing import Any, NamedTuple
 
 from meshwright.planner.cost.cached import cached_method
-from meshwright.planner.cost.dimensions import Dimensions, element_bytes, layer_dimensions
+from meshwright.planner.cost.dimensions import Dimensions, element_bytes, element_types, layer_dimensions
 from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number
 from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.cost.tables import Item, holds, parse_tensor, select, select_items
 from meshwright.planner.hardware.machine_profile import torch_version
+from meshwright.planner.memory.attention_tiles import attention_workspaces
 from meshwright.planner.memory.inductor import Buffer, Kernel, KernelMemory, find_peak
 from meshwright.planner.memory.snapshot import Allocation, NamedSnapshot, activation, count_bytes, workspace
-from meshwright.planner.memory.temporaries import Pass, ring_backward, tiled_backward
+from meshwright.planner.memory.temporaries import Pass
 from meshwright.toml import read_packaged_toml
 
 GRADIENT, INPUT, INPUT_GRADIENT = "gradient of the output", "input", "gradient of the input"
@@ -27,7 +29,8 @@ GRADIENT, INPUT, INPUT_GRADIENT = "gradient of the output", "input", "gradient o
 COLLECTED = "weight gradients"
 """Snapshot at the end of a compiled backward, which returns all weight gradients of the block together."""
 
-_VERBS = ("use", "call", "tiles", "ring")
+_KERNEL = re.compile(r"(?:(.*?):\s*)?(?:(use|call|tiles|ring)\s+)?(.*?)(?:\s*->\s*(.*))?", re.DOTALL)
+"""Condition, verb, buffers read and buffers written of a kernel in the tables."""
 _FILE = re.compile(r"compiled_blocks\.torch-(\d+)\.(\d+)\.toml")
 
 
@@ -42,30 +45,22 @@ def can_predict_compiled(batch: MicroBatch) -> bool:
 # --- the tables
 
 
-class _TableLine(NamedTuple):
-    """One kernel of a compiled layer, as the tables `compiled_blocks.torch-*.toml` list it.
-
-    verb: "" for a kernel of inductor; "call", "tiles" or "ring" for an operator that inductor does not fuse. reads:
-    names of the buffers that the kernel reads. writes: buffers that it writes, each with the name of the buffer whose
-    memory it overwrites ("": newly allocated memory)."""
-
-    verb: str
-    reads: tuple[str, ...]
-    writes: tuple[Item, ...]
-
-
 @cache
 def _read_tables() -> Mapping[str, Any]:
     """Return the tables of compiled layers for the installed version of torch: of the latest version that is not newer,
-    else of the oldest. Keys of the result: `shapes`: {buffer: element type and shape, such as "x rows tokens hidden"};
-    `groups`: {group: its buffers}; `kernels`, `conditions`."""
+    else of the oldest. `shapes` of the result is {buffer: [(element type and shape, such as "x rows tokens
+    hidden", its condition)]}; `groups` {group: its buffers}."""
     folder = resources.files("meshwright.planner.memory")
     versions = {(int(found[1]), int(found[2])): each.name for each in folder.iterdir()
                 if (found := _FILE.match(each.name))}  # fmt: skip
     older = [version for version in versions if version <= (installed_torch() or version)]
     file = read_packaged_toml(f"planner/memory/{versions[max(older, default=min(versions))]}")
     groups = {name: text.split(",") for name, text in file["groups"].items()}
-    shapes = {name: shape for shape, names in file["shapes"].items() for name in names}
+    shapes = defaultdict[str, list[tuple[str, str]]](list)
+    for text, names in file["shapes"].items():
+        shape, _, condition = text.partition("?")
+        for name in names:
+            shapes[name].append((shape, condition))
     return {**file, "groups": groups, "shapes": shapes}
 
 
@@ -85,26 +80,29 @@ def version_warning() -> str | None:
 
 
 @lru_cache(maxsize=256)
-def _select_kernels(name: str, true: frozenset[str]) -> list[_TableLine]:
+def _select_kernels(name: str, true: frozenset[str]) -> list[tuple[str, tuple[str, ...], tuple[Item, ...]]]:
     """Return the kernels of one list in the tables of compiled layers whose conditions hold, without the buffers whose
     conditions do not hold. name: the list, such as "attention"; true: names that hold in conditions, such as "gated".
-    """
+
+    A kernel is (verb, names of the buffers that it reads, buffers that it writes). Verb: "" for a kernel of inductor;
+    "call", "tiles" or "ring" for an operator that inductor does not fuse. The value of a written buffer is the name of
+    the buffer whose memory it overwrites ("": newly allocated memory)."""
     tables = _read_tables()
     for each, condition in tables["conditions"].items():  # in order: conditions may contain earlier ones
         if holds(condition, true):
             true |= {each}
     found = []
-    for text in tables["kernels"][name]:  # "[condition:] [verb] reads -> writes" or "[condition:] use list"
-        *condition, kernel = re.split(r":\s*", text, maxsplit=1)
-        if not holds("".join(condition), true):
+    for text in tables["kernels"][name]:
+        line = _KERNEL.fullmatch(text)
+        assert line is not None, text
+        condition, verb, *buffers = (part or "" for part in line.groups())
+        if not holds(condition, true):
             continue
-        first, _, rest = kernel.partition(" ")
-        verb, rest = (first, rest) if first in _VERBS else ("", kernel)
         if verb == "use":
-            found += _select_kernels(rest, true)
+            found += _select_kernels(buffers[0], true)
             continue
-        reads, writes = (select_items(part.split(","), true, tables["groups"]) for part in rest.split("->"))
-        found.append(_TableLine(verb, tuple(item.name for item in reads), writes))
+        reads, writes = (select_items(part.split(","), true, tables["groups"]) for part in buffers)
+        found.append((verb, tuple(item.name for item in reads), writes))
     return found
 
 
@@ -139,6 +137,9 @@ class CompiledBlock:
 
     Attributes:
         name: "dense", "encoder", "mixture", or "front" for a layer whose mixture is expert-parallel.
+        gradients, results: Names of the output gradients that the backward receives, and of the buffers that the
+            forward returns.
+        orders: Possible orders of the kernels of a mixture's backward.
         saved: Names of the activations that the forward saves for the backward, without the block's input; under full
             recompute, those that the recomputed forward saves.
         true: Names that hold in conditions of the tables: properties of the layer, such as "gated", and saved
@@ -155,16 +156,15 @@ class CompiledBlock:
         self.saved: list[str] = select(listed, properties, self.tables["groups"])
         self.true = properties | set(self.saved)
         self._entries: dict[str, SavedTensor] = {}
-        wide_router = "wide_router" in properties
-        self._types = {
-            "router": "x" if batch.config.router == "softmax" else "wide", "product": "wide" if wide_router else "x",
-        }  # fmt: skip
+        self.gradients, self.results, self.orders = (
+            list[str](select(self.tables[name], self.true, {})) for name in ("gradients", "results", "orders")
+        )
 
     def entry(self, name: str) -> SavedTensor:
         """Return the buffer called `name` with its shape and element type."""
         if name not in self._entries:
-            found = parse_tensor(Item(name, self.tables["shapes"][name])).compute(self.dimensions)
-            self._entries[name] = found._replace(kind=self._types.get(found.kind, found.kind))
+            shape = next(shape for shape, condition in self.tables["shapes"][name] if holds(condition, self.true))
+            self._entries[name] = parse_tensor(Item(name, shape)).compute(self.dimensions)
         return self._entries[name]
 
     def bytes(self, name: str) -> int:
@@ -172,61 +172,38 @@ class CompiledBlock:
         entry = self.entry(name)
         return math.prod(entry.shape) * element_bytes(self.batch.dtype, entry.kind)
 
-    @property
-    def gradients(self) -> tuple[str, ...]:
-        """Names of the output gradients that the backward receives."""
-        return (GRADIENT, "gradient of the mixture's input") if self.name == "front" else (GRADIENT,)
-
-    @property
-    def results(self) -> tuple[str, ...]:
-        """Names of the buffers that the forward returns."""
-        return ("input of the sum", "mlp.input") if self.name == "front" else ("result",)
-
     @cached_property
     def backward_kernels(self) -> list[Kernel]:
         """Kernels of the backward in order, recomputed kernels included. Inductor may order the kernels of a mixture of
         experts in several ways; the order with the lowest memory peak is returned."""
-        orders = [""]
-        if self.name == "mixture" and "mlp.input" in self.saved:
-            orders = ["at_once"]
-        elif self.name == "mixture":
-            wide = "wide_router" in self.true
-            orders = ["shared_first"] * (not wide) + ["experts_first"] * (wide or "shared" in self.true)
-        found = [self._kernels(f"{self.name}_backward", order) for order in orders]
-        return found[0] if len(found) == 1 else min(found, key=self._peak)
-
-    def _peak(self, kernels: list[Kernel]) -> Number:
-        """Return the peak bytes of backward kernels that run in the given order, without temporaries inside kernels."""
+        found = [self._kernels(f"{self.name}_backward", order) for order in self.orders or [""]]
         given = {name: self.bytes(name) for name in (INPUT, GRADIENT, *self.saved)}
-        weights = {made.name for kernel in kernels for made in kernel.makes if made.category == "gradients"}
-        return find_peak([each._replace(inside=()) for each in kernels], given, {*weights, INPUT_GRADIENT}).bytes
+
+        def compute_peak(kernels: list[Kernel]) -> Number:
+            """Return the peak bytes of kernels in the given order, without temporaries inside them."""
+            plain = [each._replace(inside=()) for each in kernels]
+            return find_peak(plain, given, {INPUT_GRADIENT, *list_weight_gradients(kernels)}).bytes
+
+        return found[0] if len(found) == 1 else min(found, key=compute_peak)
 
     def _kernels(self, name: str, order: str = "") -> list[Kernel]:
         """Return the kernels of one list in the tables, such as "attention", that this layer has. order: name of an
         order of kernels in a mixture's backward, tested by conditions; "": not such a list."""
         found = []
-        for line in _select_kernels(name, self.true | {order}):
-            made = tuple(self._buffer(item.name, line.verb in ("call", "tiles")) for item in line.writes)
-            label = "attention" if line.verb == "ring" else made[0].name if made else ", ".join(line.reads)
-            over = {item.name: item.value for item in line.writes if item.value}
-            found.append(Kernel(label, line.reads, made, over, tuple(self._inside(line.verb))))
+        for verb, reads, writes in _select_kernels(name, self.true | {order}):
+            made = tuple(self._buffer(item.name, verb in ("call", "tiles")) for item in writes)
+            label = "attention" if verb == "ring" else made[0].name if made else ", ".join(reads)
+            inside = attention_workspaces(self.batch, self.kind) if verb in ("ring", "tiles") else ()
+            over = {item.name: item.value for item in writes if item.value}
+            found.append(Kernel(label, reads, made, over, tuple(inside)))
         return found
 
     def _buffer(self, name: str, operator: bool) -> Buffer:
         """Return the memory buffer called `name`. operator: True if a custom operator returns the buffer; inductor then
         does not reuse its memory."""
-        kind = self.entry(name).kind
-        kind = "wide" if kind == "x" and not self.batch.narrow else kind
+        dtype = element_types(self.batch.dtype)[self.entry(name).kind]
         category = "gradients" if name.startswith("weight gradient") else "activations"
-        return Buffer(name, kind, self.bytes(name), category, operator)
-
-    def _inside(self, verb: str) -> Iterator[Allocation]:
-        """Yield the temporary allocations inside an operator that inductor calls. verb: "ring" or "tiles" for kinds of
-        attention; nothing is yielded for other operators."""
-        if verb == "ring":
-            yield from ring_backward(self.batch, self.kind)
-        elif verb == "tiles" and "cuda_attention" not in self.true:
-            yield from tiled_backward(self.batch, self.kind)
+        return Buffer(name, dtype, self.bytes(name), category, operator)
 
     # --- memory peaks
 
@@ -249,7 +226,7 @@ class CompiledBlock:
             kernels = [each for each in kernels if not each.name.startswith("weight gradient")]
             returned |= {name for pair in self.operands.values() for name in pair}
         else:
-            returned |= {made.name for kernel in kernels for made in kernel.makes if made.category == "gradients"}
+            returned |= list_weight_gradients(kernels)
         saved = {name: self.bytes(name) for name in self.saved}
         given = {name: self.bytes(name) for name in (INPUT, *self.gradients) if name not in state.arrived}
         gradients = [activation(name, self.bytes(name)) for name in self.gradients]
@@ -283,18 +260,10 @@ class CompiledBlock:
         return sum(self.bytes(name) for pair in self.operands.values() for name in pair)
 
     @cached_property
-    def operands(self) -> dict[str, tuple[str, str]]:
-        """{linear layer, such as "mlp.up": (name of its input, name of the gradient of its output)}, the operands of
+    def operands(self) -> dict[str, list[str]]:
+        """{linear layer, such as "mlp.up": [name of its input, name of the gradient of its output]}, the operands of
         its queued weight gradient, in the order in which these are computed."""
-        gathers = "gathers" in self.true
-        return {
-            "mlp.down": ("mlp.down.input", "mlp.down.product.gradient" if gathers else GRADIENT),
-            "mlp.up": ("mlp.up.input", "mlp.up.output.gradient"),
-            "attention.output": (
-                "attention.output.input", "attention.output.product.gradient" if gathers else "gradient between",
-            ),
-            "attention.qkv": ("attention.qkv.input", "attention.qkv.output.gradient"),
-        }  # fmt: skip
+        return {name: select(pair, self.true, {}) for name, pair in self.tables["operands"].items()}
 
     def _weight_gradients(self) -> int:
         """Return the peak bytes while queued weight gradients are computed one after another. Each frees its operands
@@ -304,6 +273,11 @@ class CompiledBlock:
             most = max(most, self.bytes(f"weight gradient of {name.rpartition('.')[2]}") - used)
             used += sum(self.bytes(each) for each in pair if each != GRADIENT)
         return most
+
+
+def list_weight_gradients(kernels: Sequence[Kernel]) -> set[str]:
+    """Return the names of the weight gradients that kernels compute."""
+    return {made.name for kernel in kernels for made in kernel.makes if made.category == "gradients"}
 
 
 def list_mixture_backward(

@@ -9,7 +9,6 @@ not see allocations inside operators.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from meshwright.planner.cost.micro_batch import Number
@@ -19,12 +18,11 @@ from meshwright.planner.memory.snapshot import Allocation, NamedSnapshot, activa
 class Buffer(NamedTuple):
     """Memory buffer that a kernel of a compiled graph writes.
 
-    name: name of the tensor in the buffer; kind: element type, "x" (type of activations), "wide" (at least float32),
-    "index" or "int32"; bytes: size; category: category of the memory ledger; operator: True if a custom operator
-    returns the buffer, which inductor then does not reuse."""
+    name: name of the tensor in the buffer; dtype: torch's type name of an element; bytes: size; category: category of
+    the memory ledger; operator: True if a custom operator returns the buffer, which inductor then does not reuse."""
 
     name: str
-    kind: str
+    dtype: str
     bytes: int
     category: str = "activations"
     operator: bool = False
@@ -43,15 +41,14 @@ class Kernel(NamedTuple):
     inside: tuple[Allocation, ...] = ()
 
 
-@dataclass(slots=True)
-class KernelMemory:
+class KernelMemory(NamedTuple):
     """Memory that is allocated while one kernel of a compiled graph runs.
 
     name: label of the kernel; buffers: {tensor: buffer} of all allocated buffers; gone: bytes of graph inputs that were
     freed so far; inside: temporary allocations of the kernel."""
 
     name: str
-    buffers: dict[str, Buffer] = field(default_factory=dict)
+    buffers: Mapping[str, Buffer]
     gone: int = 0
     inside: tuple[Allocation, ...] = ()
 
@@ -77,70 +74,42 @@ def simulate_allocations(
     inputs: {name: bytes} of the graph's inputs that are freed after their last use; results: names of the tensors that
     the graph returns, which are never freed.
     """
-    last = {name: at for at, kernel in enumerate(kernels) for name in kernel.reads}
-    reckoned = _estimate_bytes(kernels, inputs, results, last)
-    overall = max(reckoned, default=0)
-    live: dict[str, Buffer] = {}
-    waiting: list[tuple[Buffer, int]] = []  # freed, and after which kernel: some other may take its place
-    reused: dict[int, list[tuple[Buffer, int]]] = {}  # by the kernel after which it was freed: until when it stays
-    found: list[KernelMemory] = []
-    gone = 0
-
-    def take(made: Buffer, now: int) -> None:
-        """Reuse a freed buffer for `made` if inductor would: it then counts as allocated from its release until kernel
-        `now`."""
-        at = next((at for at in reversed(range(len(waiting))) if waiting[at][0][1:3] == made[1:3]), None)  # kind, bytes
-        if at is None:
-            return
-        buffer, freed = waiting[at]
-        between = range(freed + 1, now)
-        if between and made.bytes + max(reckoned[each] for each in between) > overall:
-            return
-        for each in between:
-            reckoned[each] += made.bytes
-        del waiting[at]
-        reused.setdefault(freed, []).append((buffer, now))
-
-    for now, kernel in enumerate(kernels):
-        for made in kernel.makes:
-            if not made.operator and made.name not in kernel.over:
-                take(made, now)
-        for replaced in kernel.over.values():
-            live.pop(replaced, None)
-        live |= {made.name: made for made in kernel.makes}
-        found.append(KernelMemory(kernel.name, dict(live), gone, kernel.inside))
-        for name in dict.fromkeys((*kernel.reads, *(made.name for made in kernel.makes))):
-            if last.get(name, now) != now or name in results:
+    every, end = range(len(kernels)), len(kernels) - 1
+    names = [dict.fromkeys((*kernel.reads, *(made.name for made in kernel.makes))) for kernel in kernels]
+    ends = dict.fromkeys(inputs, end) | {name: at for at in every for name in names[at]}
+    ends |= dict.fromkeys(results, end)
+    lives = [(made, at, ends[made.name]) for at in every for made in kernels[at].makes]  # buffer, first and last kernel
+    left = [sum(size for name, size in inputs.items() if ends[name] >= at) for at in every]
+    # By this estimate inductor decides on reuse. It has neither reuse of buffers nor temporaries inside kernels.
+    estimate = list(left)
+    for made, first, last in lives:
+        for at in range(first, last + 1):
+            estimate[at] += made.bytes
+    peak = max(estimate, default=0)
+    replaced = {old: at for at in every for old in kernels[at].over.values()}
+    lives = [(made, first, replaced[made.name] - 1 if made.name in replaced else last) for made, first, last in lives]
+    reusable = {made.name: made for made, *_ in lives if not made.operator and made.name not in replaced}
+    waiting: list[tuple[Buffer, int]] = []  # freed buffers that may be reused, each with its last kernel
+    for at in every:
+        for made in kernels[at].makes:
+            alike = [each for each in waiting if (each[0].dtype, each[0].bytes) == (made.dtype, made.bytes)]
+            if not alike or made.operator or made.name in kernels[at].over:
                 continue
-            gone += inputs.get(name, 0)
-            buffer = live.pop(name, None)
-            if buffer is not None and not buffer.operator:
-                waiting.append((buffer, now))
-    for freed, until in reused.items():
-        for buffer, taken in until:
-            for held in found[freed + 1 : taken]:
-                held.buffers[f"{buffer.name} (its place)"] = buffer
-    return found
-
-
-def _estimate_bytes(
-    kernels: Sequence[Kernel], inputs: Mapping[str, int], results: Collection[str], last: Mapping[str, int]
-) -> list[int]:
-    """Return the bytes that inductor estimates during each kernel, by which it decides on the reuse of buffers. The
-    estimate has no reuse of buffers, and no temporaries inside kernels.
-
-    inputs: {name: bytes} of the graph's inputs; results: names of the tensors that the graph returns; last: {tensor:
-    index of the last kernel that reads it}."""
-    now = sum(inputs.values())
-    sizes = dict(inputs)
-    found = []
-    for at, kernel in enumerate(kernels):
-        sizes |= {made.name: made.bytes for made in kernel.makes}
-        now += sum(made.bytes for made in kernel.makes)
-        found.append(now)
-        names = {*kernel.reads, *(made.name for made in kernel.makes)}
-        now -= sum(sizes.get(name, 0) for name in names if last.get(name, at) == at and name not in results)
-    return found
+            buffer, freed = alike[-1]
+            between = range(freed + 1, at)
+            if between and made.bytes + max(estimate[each] for each in between) > peak:
+                continue
+            for each in between:  # the buffer stays allocated until it is reused
+                estimate[each] += made.bytes
+            waiting.remove(alike[-1])
+            lives.append((buffer._replace(name=f"{buffer.name} (its place)"), freed + 1, at - 1))
+        waiting += [(reusable[name], at) for name in names[at] if ends[name] == at and name in reusable]
+    buffers: list[dict[str, Buffer]] = [{} for _ in every]
+    for made, first, last in lives:
+        for at in range(first, last + 1):
+            buffers[at][made.name] = made
+    given = sum(inputs.values())
+    return [KernelMemory(kernels[at].name, buffers[at], given - left[at], kernels[at].inside) for at in every]
 
 
 def find_peak(kernels: Sequence[Kernel], inputs: Mapping[str, int], results: Collection[str]) -> KernelMemory:

@@ -8,27 +8,27 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 from meshwright.collectives.quantities import GIB
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import check_options, unknown
+from meshwright.planner.cost.cached import cached_method
 from meshwright.planner.cost.dimensions import element_types
 from meshwright.planner.cost.engines import ENGINES, Engine
 from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch, Routed, Starts
 from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.memory.compiled_blocks import can_predict_compiled
-from meshwright.planner.memory.saved import position_tables, saved_activations
+from meshwright.planner.memory.saved import position_tables
 from meshwright.planner.memory.snapshot import Allocation, Snapshot
-from meshwright.planner.memory.stage_snapshots import StageSnapshots
-from meshwright.planner.memory.states import BackwardState, Buffers, Reduction, flats_of, gradient_buffers, list_states
+from meshwright.planner.memory.stage_snapshots import RankStep, StageSnapshots
+from meshwright.planner.memory.states import PassState, Reduction, flats_of, list_states
 from meshwright.planner.memory.teacher import TeacherMemory
 from meshwright.program import consumed_sends
 from meshwright.program.pipeline import ARRIVING, COMPUTING
 from meshwright.schedules.transfers import with_transfers
 from meshwright.spec.config import ModelConfig
-from meshwright.spec.parameter_entries import REDUCTIONS_IN_FLIGHT
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.partition import Partition
 from meshwright.spec.refuse import refuse
@@ -40,7 +40,7 @@ CATEGORIES = (
 )
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "workspace")
 """Categories of the peak in JSON answers, in which "workspace" includes communication and logits."""
-WAITING, FOLLOWED, QUEUE = "waits for its backward", "its backward follows", "queue of weight gradients"
+QUEUE = "queue of weight gradients"
 
 # As plain numbers: programs have tens of thousands of steps, and enumeration members are slow.
 _FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT = map(int, COMPUTING)
@@ -186,6 +186,12 @@ def shorten_repeating_schedule(layout: Layout) -> Layout:
     return layout.with_(micro_batches=enough)
 
 
+Waiting = Mapping[StageSnapshots, int]
+"""{stage: number of micro-batches whose saved activations wait for their backward}."""
+Others = Mapping[tuple[str, str, int], int]
+"""{(category, name, stage): bytes} of tensors outside passes: those that are sent and received, and queues."""
+
+
 class _StepReplay:
     """Replay of a rank's training step, in the order of its pipeline schedule, that finds the memory peak. batch:
     micro-batch; rank: global rank; options: options of the function `ledger`."""
@@ -193,7 +199,6 @@ class _StepReplay:
     def __init__(self, batch: MicroBatch, rank: int, options: LedgerOptions) -> None:
         config, layout, sequence = batch.config, batch.layout, batch.sequence
         self.batch, self.config, self.layout = batch, config, layout
-        self.compiled = options.get("compile", False)
         self.graphs = options.get("graphs", False)
         self.workspace = 0
         if batch.device == "cuda":
@@ -202,30 +207,28 @@ class _StepReplay:
         self.table = _table(config)
         self.program = _add_transfers(program_for(shorten_repeating_schedule(layout), config, sequence))
         self.partition = Partition.of(self.program, config, self.table, sequence)
-        self.units = self.partition.units_on(self.place["pp"])
-        flats = flats_of(self.table, layout, self.units)
-        self.flats_by_unit = {unit: [flat for flat in flats if flat.unit == unit] for unit in self.units}
-        self.reused = gradient_buffers(flats)
+        flats = flats_of(self.table, layout, self.partition.units_on(self.place["pp"]))
         sums = element_types(batch.dtype)["wide"]
         self.states = list(list_states(flats, batch.dtype, sums, options.get("optimizer", "adamw")))
-        self.stages: dict[tuple[int, bool], StageSnapshots] = {}
-        self._peaks: dict[tuple[object, ...], tuple[Snapshot, tuple[Reduction, ...]]] = {}
-        self.split = any(kind == _INPUT_GRADIENT for _, kind, *_ in self._steps())
-        if self.split and any(map(config.has_experts, range(config.layers))):
-            self.compiled = False  # what experts leave for later cuts a compiled block into pieces
+        split = any(kind == _INPUT_GRADIENT for _, kind, *_ in self._steps())
+        # What experts leave for later cuts a compiled block into pieces.
+        pieces = split and any(map(config.has_experts, range(config.layers)))
         teacher = options.get("teacher")
-        self.teacher = None if teacher is None else TeacherMemory(teacher, batch, self.compiled)
+        self.step = RankStep(
+            batch, flats, self.table.tied, self.place["tp"], options.get("compile", False) and not pieces, split,
+            None if teacher is None else TeacherMemory(teacher, batch),
+        )  # fmt: skip
         self.passes = Counter(stage for _, kind, stage, *_ in self._steps() if kind == _FORWARD)
 
     def ledger(self) -> Ledger:
         """Return the ledger of all tensors at the step's memory peak."""
         stay = list(self._whole_step_items())
         base = sum(item.bytes for item in stay)
-        transient, peak_snapshot, others = max(self._replay_steps(), key=lambda each: each[0])
-        items = [*stay, *self._snapshot_items(peak_snapshot, others)]
+        transient, peak_snapshot, waiting, others = max(self._replay_steps(), key=lambda each: each[0])
+        items = [*stay, *self._snapshot_items(peak_snapshot, waiting, others)]
         total = base + transient
         framework = 0 if self.batch.device == "cpu" else CUDA_CONTEXT_BYTES
-        compiled = self.compiled and can_predict_compiled(self.batch)
+        compiled = self.step.compiled and can_predict_compiled(self.batch)
         assert sum(item.bytes for item in items) == total
         return Ledger(tuple(items), total, peak_snapshot.name, base, compiled, framework_bytes=framework)
 
@@ -235,7 +238,7 @@ class _StepReplay:
         yield from (state for _, state in self.states)
         if any(stage.layers for stage in self.partition.stages_on(self.place["pp"])):
             yield from position_tables(self.config, self.batch.sequence, self.batch.dtype)
-        yield from self.teacher.list_tensors(self.place["pp"]) if self.teacher else ()
+        yield from self.step.teacher.list_tensors(self.place["pp"]) if self.step.teacher else ()
         for way in (1 + self.graphs) * ("forward", "backward") if self.workspace else ():
             yield Allocation("workspace", f"cuBLAS, {way}", (self.workspace,), "uint8", self.workspace)
         shape = (1 + self.graphs) * self.layout.micro_batches * self.batch.rows, self.batch.tokens
@@ -244,14 +247,14 @@ class _StepReplay:
         for name, of in (("batch.tokens", shape), ("batch.targets", targets), *documents):
             yield Allocation("workspace", name, of, "int64", 8 * math.prod(of), None, "start of step", "end of step")
 
-    def _replay_steps(self) -> Iterator[tuple[int, Snapshot, Mapping[tuple[str, str, int], int]]]:
-        """Yield (bytes, memory snapshot, other allocations) at the memory peak of each forward and backward of the
-        schedule. Other allocations, outside the pass: {(category, name, stage): bytes}."""
+    def _replay_steps(self) -> Iterator[tuple[int, Snapshot, Waiting, Others]]:
+        """Yield (bytes, memory snapshot, micro-batches that wait for their backward, other allocations outside the
+        pass) at the memory peak of each forward and backward of the schedule."""
         rank, last, placement = self.place["pp"], self.program.stages - 1, self.program.placement
         answers = consumed_sends.find_consumed_sends(self.program, rank)
         at_once = consumed_sends.find_followed_forwards(self.program, rank)
         left, stream = dict(self.passes), self.batch.stream_bytes
-        alive: Counter[tuple[str, str, int]] = Counter()
+        alive, waiting = Counter[tuple[str, str, int]](), Counter[StageSnapshots]()
         in_flight: tuple[Reduction, ...] = ()
         for at, kind, stage, replica, micro_batch in self._steps():
             if kind not in _COMPUTING:
@@ -259,89 +262,48 @@ class _StepReplay:
                     value = consumed_sends.compute_carried_value(kind, stage, replica, micro_batch)
                     alive[*_RECEIVED, value[2]] += stream
                 continue
-            followed = (stage, replica, micro_batch) in at_once
-            part = self.stage(stage, followed)
+            part = self.stage(stage, (stage, replica, micro_batch) in at_once)
             for value in answers.get(at, ()):
                 alive[*_SENT, value[2]] -= stream
             what = consumed_sends.compute_read_value(last, kind, stage, replica, micro_batch)
             if what is not None:  # it becomes the stage's input, or the gradient that its snapshots count
                 here = placement[what[1]][what[2]] == rank
                 alive[*(_SENT if here else _RECEIVED), what[2]] -= stream
-            kept = "activations", FOLLOWED if followed else WAITING, stage
             if kind in (_BACKWARD, _INPUT_GRADIENT):
                 left[stage] -= 1
-                alive[kept] -= part.saved_bytes
-            later, over = self.passes[stage] - left[stage] > 1, left[stage] == 0
-            highest, in_flight = self._find_peak(part, kind, later, over, in_flight)
-            assert min(alive.values(), default=0) >= 0, alive
-            yield sum(alive.values()) + highest.bytes, highest, dict(alive)
+                waiting[part] -= 1
+            state = PassState(self.passes[stage] - left[stage] > 1, left[stage] == 0, in_flight)
+            highest, in_flight = part.find_peak(kind, state)
+            assert min((*alive.values(), *waiting.values()), default=0) >= 0, alive
+            saved = sum(count * each.saved_bytes for each, count in waiting.items())
+            yield sum(alive.values()) + saved + highest.bytes, highest, dict(waiting), dict(alive)
             if kind == _FORWARD:
-                alive[kept] += part.saved_bytes
+                waiting[part] += 1
             elif kind != _BACKWARD:
                 alive["activations", QUEUE, stage] += part.queue if kind == _INPUT_GRADIENT else -part.queue
             if stage < last if kind == _FORWARD else kind != _WEIGHT_GRADIENT and stage > 0:
                 alive[*_SENT, stage] += stream
 
-    def _find_peak(
-        self, snapshots: StageSnapshots, kind: int, later: bool, over: bool, before: tuple[Reduction, ...]
-    ) -> tuple[Snapshot, tuple[Reduction, ...]]:
-        """Return (memory snapshot at the peak of one pass of a stage, gradient reductions in flight when the pass
-        ends). snapshots: generator of the stage's memory snapshots; kind:
-        forward, backward, input-gradient or weight-gradient pass; later: False for the stage's first backward of the
-        step; over: True for its last backward; before: gradient reductions in flight when the pass begins."""
-        key = snapshots, kind, later, over, before
-        if key not in self._peaks:
-            state = BackwardState(later, over, before)
-            if kind == _FORWARD:
-                candidates = snapshots.forward()
-            elif kind == _WEIGHT_GRADIENT:
-                candidates = snapshots.weight_gradients(state)
-            else:
-                candidates = snapshots.backward(kind == _INPUT_GRADIENT, state)
-            if self.teacher is not None and snapshots.stage.last:
-                candidates = self.teacher.add_to(candidates, kind == _FORWARD)
-            snapshot = max(candidates, key=lambda snapshot: snapshot.bytes)
-            leaves = before
-            if kind == _FORWARD:
-                snapshot = snapshot.with_more(snapshots.in_flight(before))
-            else:
-                half = None if kind == _BACKWARD else kind == _WEIGHT_GRADIENT
-                leaves = (*before, *snapshots.started_reductions(state, half))[-REDUCTIONS_IN_FLIGHT:]
-            self._peaks[key] = snapshot, leaves
-        return self._peaks[key]
-
+    @cached_method
     def stage(self, index: int, at_once: bool) -> StageSnapshots:
         """Return the generator of memory snapshots of the stage with index `index`. at_once: True if each backward of
         the stage directly follows its forward."""
-        if (index, at_once) not in self.stages:
-            batch, stage = self.batch, self.partition.stages[index]
-            options: dict[str, Any] = {"at_once": at_once, "tp_rank": self.place["tp"], "compiled": self.compiled}
-            kept = whole = saved_activations(batch, stage, **options)
-            if batch.layout.recompute != "none":
-                whole = saved_activations(batch.recomputed, stage, **options)
-            buffers = Buffers(self.partition.units(stage), self.flats_by_unit, self.reused, self.table.tied)
-            self.stages[index, at_once] = StageSnapshots(
-                batch, stage, buffers, kept, whole, compiled=self.compiled, queues=self.split
-            )
-        return self.stages[index, at_once]
+        stage = self.partition.stages[index]
+        return StageSnapshots(self.step, stage, self.partition.units(stage), at_once)
 
     def _steps(self) -> list[consumed_sends.Row]:
         """Return this rank's steps of the pipeline program (forwards, backwards, sends, receives), in order."""
         return consumed_sends.list_rank_steps(self.program, self.place["pp"])
 
-    def _snapshot_items(self, snapshot: Snapshot, others: Mapping[tuple[str, str, int], int]) -> Iterator[Allocation]:
-        """Yield the ledger items at a snapshot, without items that are allocated during the whole step. others:
-        {(category, name, stage): bytes} of the tensors of other micro-batches."""
+    def _snapshot_items(self, snapshot: Snapshot, waiting: Waiting, others: Others) -> Iterator[Allocation]:
+        """Yield the ledger items at a snapshot, without items that are allocated during the whole step. waiting,
+        others: see `_replay_steps`."""
+        for part, count in waiting.items():
+            for each in part.saved if count else ():
+                title = each.name if count == 1 else f"{each.name} x {count}"
+                yield each._replace(name=title, bytes=each.bytes * count, stage=part.stage.index)
         for (category, name, of), size in others.items():
-            if not size:
-                continue
-            if name in (WAITING, FOLLOWED):
-                part = self.stage(of, name == FOLLOWED)
-                count = size // part.saved_bytes
-                for each in part.saved:
-                    title = each.name if count == 1 else f"{each.name} x {count}"
-                    yield each._replace(name=title, bytes=each.bytes * count, stage=of)
-            else:
+            if size:
                 yield Allocation(category, f"stage {of}: {name}", (), "", size, of, "forward", "backward")
         yield from (each._replace(stage=snapshot.stage) for each in snapshot.list_saved())
         for each in snapshot.temporaries:

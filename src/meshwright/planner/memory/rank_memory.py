@@ -53,20 +53,16 @@ def context_bytes(problem: Problem) -> int:
 def merge_layers(items: Iterable[Allocation]) -> list[Allocation]:
     """Merge ledger items that differ only in the number of their layer, such as `layers.0.mlp.up.input`, and sum their
     bytes. Return the merged items, largest first."""
-    found: dict[tuple[str, ...], list[Allocation]] = {}
-    numbers: dict[tuple[str, ...], list[int]] = {}
+    found: dict[tuple[object, ...], list[tuple[int, Allocation]]] = {}
     for item in items:
         layer = re.match(r"layers\.(\d+)\.?(.*)", item.name)
-        name = layer[2] if layer else item.name
-        key = name, item.category, str(item.shape), item.dtype, str(layer is None), item.first if layer is None else ""
-        found.setdefault(key, []).append(item)
-        if layer:
-            numbers.setdefault(key, []).append(int(layer[1]))
+        key = item.category, item.shape, item.dtype, *((layer[2],) if layer else (item.name, item.first))
+        found.setdefault(key, []).append((int(layer[1]) if layer else -1, item))
     merged = []
-    for alike, same in found.items():
-        layers = sorted(set(numbers.get(alike, ())))
-        name = same[0].name if len(layers) < 2 else f"{alike[0]}, {len(layers)} layers ({layers[0]} to {layers[-1]})"
-        merged.append(same[0]._replace(name=name, bytes=sum(item.bytes for item in same)))
+    for (_, _, _, name, *_), same in found.items():
+        layers, (_, first) = sorted({number for number, _ in same}), same[0]
+        title = first.name if len(layers) == 1 else f"{name}, {len(layers)} layers ({layers[0]} to {layers[-1]})"
+        merged.append(first._replace(name=title, bytes=sum(item.bytes for _, item in same)))
     return sorted(merged, key=lambda item: -item.bytes)
 
 

@@ -133,11 +133,10 @@ def _shared_by_layers(batch: MicroBatch, stage: Stage) -> Iterator[SavedTensor]:
     """Yield the tensors that all layers share, saved once a micro-batch: cosines and sines of rotary positions, masks,
     targets."""
     config = batch.config
-    if batch.masked or batch.layout.cp > 1:
-        for number, rotation in enumerate(config.rotations(stage.layers)):
-            for part in ("cosine", "sine"):
-                shape = batch.rows if batch.masked else 1, 1, batch.tokens, rotation.pairs
-                yield SavedTensor(f"rotation.{part}{number or ''}", shape, "wide")
+    example = layer_kind(config, 0)._replace(tempered=False)
+    for number, rotation in enumerate(config.rotations(stage.layers)):
+        for each in _listed("rotation", Dimensions(batch, example, {"pairs": rotation.pairs})):
+            yield each._replace(name=f"{each.name}{number or ''}")
     kinds = [layer_kind(config, layer) for layer in stage.layers]
     windows = {kind.window or 0: kind for kind in kinds}
     bounds = {
@@ -151,7 +150,6 @@ def _shared_by_layers(batch: MicroBatch, stage: Stage) -> Iterator[SavedTensor]:
         for each in _listed("window", Dimensions(batch, kind, bounds)):
             yield each._replace(name=f"{each.name}.{window or 'all'}")
     flags = {"tempered": any(kind.tempered for kind in kinds), "mixtures": any(kind.mixed for kind in kinds)}
-    example = layer_kind(config, 0)._replace(tempered=False)
     yield from _listed("shared", Dimensions(batch, example, flags=flags))
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -92,7 +92,3 @@ class Snapshot:
     def bytes(self) -> Number:
         """Total bytes of the snapshot."""
         return self.saved_bytes + count_bytes(self.temporaries)
-
-    def with_more(self, added: Sequence[Allocation]) -> Snapshot:
-        """Return a copy of the snapshot with the tensors `added` in addition."""
-        return replace(self, temporaries=(*self.temporaries, *added)) if added else self

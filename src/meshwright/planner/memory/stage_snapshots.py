@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate, groupby
+from typing import Any
 
+from meshwright.planner.cost.cached import cached_method
 from meshwright.planner.cost.dimensions import layer_dimensions
 from meshwright.planner.cost.micro_batch import MicroBatch, Number, layer_kind
 from meshwright.planner.memory import temporaries
+from meshwright.planner.memory.attention_tiles import attention_workspaces
 from meshwright.planner.memory.compiled_blocks import (
     COLLECTED,
     GRADIENT,
@@ -19,6 +23,7 @@ from meshwright.planner.memory.compiled_blocks import (
     compiled_block,
     list_mixture_backward,
 )
+from meshwright.planner.memory.saved import saved_activations
 from meshwright.planner.memory.snapshot import (
     Allocation,
     NamedSnapshot,
@@ -29,7 +34,9 @@ from meshwright.planner.memory.snapshot import (
     message,
     workspace,
 )  # fmt: skip
-from meshwright.planner.memory.states import BackwardState, Buffers, Flat, Reduction
+from meshwright.planner.memory.states import Flat, PassState, Reduction, gradient_buffers
+from meshwright.planner.memory.teacher import TeacherMemory
+from meshwright.program.pipeline import Kind
 from meshwright.spec.parameter_entries import REDUCTIONS_IN_FLIGHT
 from meshwright.spec.stages import LOOKED_UP, Stage
 
@@ -50,28 +57,75 @@ def queued_bytes(batch: MicroBatch, unrecomputed: Sequence[Allocation], layer: i
     return found
 
 
+@dataclass(frozen=True)
+class RankStep:
+    """Training step of a rank, of which memory snapshots are computed.
+
+    Attributes:
+        batch: Sizes of a micro-batch.
+        flats: Flat parameter buffers of the rank.
+        tied: True if head and embedding share their weight.
+        tp_rank: Rank along tp.
+        compiled: True if layers, norm and loss are compiled.
+        queues: True if split backwards queue weight gradients.
+        teacher: Teacher of distillation; None: none.
+    """
+
+    batch: MicroBatch
+    flats: Sequence[Flat]
+    tied: bool
+    tp_rank: int
+    compiled: bool
+    queues: bool
+    teacher: TeacherMemory | None
+
+    @cached_property
+    def flats_by_unit(self) -> dict[str, list[Flat]]:
+        """{FSDP unit: its flat parameter buffers}."""
+        return {unit: list(flats) for unit, flats in groupby(self.flats, key=lambda flat: flat.unit)}
+
+    @cached_property
+    def reused(self) -> dict[int, int]:
+        """{number of elements: number of buffers} of the unsharded gradient buffers that layers share."""
+        return gradient_buffers(self.flats)
+
+
 class StageSnapshots:
-    """Generator of the memory snapshots of a stage's forward and backward on one rank.
+    """Generator of the memory snapshots of a stage's passes on one rank.
 
-    saved: activations that the forward saves; unrecomputed: activations that it would save without recompute; compiled:
-    True if layers, norm and loss are compiled; queues: True if split backwards queue weight gradients."""
+    step: the rank's training step; stage: the stage; units: its FSDP units, each a layer, the embedding or the head;
+    at_once: True if each backward directly follows its forward. Attribute `saved`: activations that a forward saves."""
 
-    def __init__(
-        self, batch: MicroBatch, stage: Stage, buffers: Buffers, saved: Sequence[Allocation],
-        unrecomputed: Sequence[Allocation], *, compiled: bool = False, queues: bool = False,
-    ) -> None:  # fmt: skip
-        self.batch, self.stage, self.saved, self.whole, self.buffers = batch, stage, saved, unrecomputed, buffers
-        self.compiled, self.queues, self.units = compiled, queues, buffers.units
+    def __init__(self, step: RankStep, stage: Stage, units: Sequence[str], at_once: bool) -> None:
+        self.step, self.batch, self.stage, self.units = step, step.batch, stage, units
+        options: dict[str, Any] = {"at_once": at_once, "tp_rank": step.tp_rank, "compiled": step.compiled}
+        self.saved = whole = saved_activations(self.batch, stage, **options)
+        if self.batch.layout.recompute != "none":
+            whole = saved_activations(self.batch.recomputed, stage, **options)
         # Products add their weight gradients to the sums; those of grouped experts have no float32 output.
-        self.fused = not batch.narrow or (batch.device == "cuda" and not batch.config.experts)
+        self.fused = not self.batch.narrow or (self.batch.device == "cuda" and not self.batch.config.experts)
         self._layer = {unit: int(unit.split(".")[1]) for unit in self.units if unit.startswith("layers.")}
-        self._saved_of, self._whole_of = self._by_unit(saved), self._by_unit(unrecomputed)
+        self._saved_of, self._whole_of = self._by_unit(self.saved), self._by_unit(whole)
         self._saved_until = list(accumulate(map(count_bytes, self._saved_of.values())))
         self.saved_bytes = self._saved_until[-1]
-        self.stream = batch.stream_bytes
-        self.both_ends = buffers.tied and stage.first and stage.last  # one matrix is embedding and head
-        self.queue = sum(map(self._queue_of, self._layer)) if queues else 0
-        self._backwards: dict[tuple[object, ...], list[NamedSnapshot]] = {}
+        self.stream = self.batch.stream_bytes
+        self.both_ends = step.tied and stage.first and stage.last  # one matrix is embedding and head
+        self.queue = sum(map(self._queue_of, self._layer)) if step.queues else 0
+        self._examples: dict[object, str] = {}
+
+    @cached_method
+    def find_peak(self, kind: int, state: PassState) -> tuple[Snapshot, tuple[Reduction, ...]]:
+        """Return (memory snapshot at the peak of one pass of the stage, gradient reductions in flight when the pass
+        ends). kind: forward, backward, input-gradient or weight-gradient pass; state: state of the stage when the pass
+        begins."""
+        if kind == Kind.FORWARD:
+            snapshots = self._forward(state)
+        elif kind == Kind.WEIGHT_GRADIENT:
+            snapshots = self._weight_gradients(state)
+        else:
+            snapshots = self._backward(kind == Kind.INPUT_GRADIENT, state)
+        peak = max(snapshots, key=lambda snapshot: snapshot.bytes)
+        return peak, (*state.before, *self._started_reductions(kind, state))[-REDUCTIONS_IN_FLIGHT:]
 
     def _by_unit(self, saved: Sequence[Allocation]) -> dict[str, list[Allocation]]:
         """Return {FSDP unit (layer, embedding or head): its saved activations}, in order. The key "" has the
@@ -92,24 +146,25 @@ class StageSnapshots:
         listed = partial(self._list_saved, units)
         return Snapshot(name, self._saved_until[units], tuple(tensors), self.stage.index, listed)
 
-    def forward(self) -> Iterator[Snapshot]:
-        """Yield the memory snapshots of the forward of one micro-batch."""
+    def _forward(self, state: PassState) -> Iterator[Snapshot]:
+        """Yield the memory snapshots of the forward of one micro-batch. state: state of the stage when it begins."""
+        around, teacher = self._in_flight(state.before), self.step.teacher
+        if teacher is not None and self.batch.layout.pp == 1:
+            for _, computed in teacher.list_snapshots("teacher_forward"):
+                yield Snapshot("teacher: forward", 0, (*around, *computed))
+            around += teacher.list_states()
         for place, unit in enumerate(self.units):
             for name, extras in self._unit_forward(unit):
-                yield self._snapshot(f"{unit}{name}: forward", place, (*self._gathered(place, +1), *extras))
+                yield self._snapshot(f"{unit}{name}: forward", place, [*around, *self._gathered(place, +1), *extras])
         if not self.stage.last:
-            yield self._snapshot("end of forward", len(self.units), [message("output", self.stream)])
+            yield self._snapshot("end of forward", len(self.units), [*around, message("output", self.stream)])
 
     def _unit_forward(self, unit: str) -> Iterator[NamedSnapshot]:
         """Yield (snapshot name, temporaries) for the forward of a unit, such as "layers.3" or "embedding"."""
-        at = self.batch
-        if unit == "head":
-            yield from self._loss(False).snapshots("loss")
-        elif unit not in self._layer:
-            yield "", [workspace(f"{unit} rows", at.all_tokens * at.config.hidden * at.itemsize)]
-        elif self._compiled(unit) and not self._expert_parallel(unit):
-            yield "", self._block(unit).forward.snapshot(unit)[1]
-        else:
+        at, block = self.batch, self._block(unit)
+        if block is not None and block.name != "front":
+            yield "", block.forward.snapshot(unit)[1]
+        elif unit in self._layer:
             layer, whole = self._layer[unit], self._whole_of[unit]
             # While a weight is unpacked, what follows it is not saved yet.
             following = sum(each.bytes for each in whole if ".mlp." in each.name)
@@ -119,62 +174,63 @@ class StageSnapshots:
             }
             computed = temporaries.Pass(layer_dimensions(at, layer, sizes), whole, f"{unit}.")
             yield from computed.snapshots("layer_forward")
+        elif unit == "head":
+            yield from self._loss(False).snapshots("loss")
+        else:
+            yield from temporaries.Pass(layer_dimensions(at, 0), (), f"{unit}.").snapshots("lookup")
 
     def _loss(self, again: bool) -> temporaries.Pass:
         """Return the sizes of a pass through the loss. again: see `loss_pass`."""
-        known = {"compiled_loss": self.compiled, "both_ends": self.both_ends}
-        return temporaries.loss_pass(self.batch, self.saved, again, **known)
+        known = {"compiled_loss": self.step.compiled, "both_ends": self.both_ends}
+        sizes = {}
+        if self.step.teacher is not None:
+            sizes, cached = self.step.teacher.loss_sizes, self.step.teacher.teacher.top_k > 0
+            known |= {"taught": True, "cached": cached}
+        return temporaries.loss_pass(self.batch, self.saved, again, sizes, **known)
 
-    def backward(self, split: bool, state: BackwardState) -> Iterator[Snapshot]:
+    def _backward(self, split: bool, state: PassState) -> Iterator[Snapshot]:
         """Yield the memory snapshots of one micro-batch's backward in order. split: True for a backward that computes
         only input gradients; state: state of the stage when the backward begins, such as gradient reductions in flight.
         """
-        config, frozen = self.batch.config, self.batch.config.adapter is not None
-        matrix = self.batch.vocabulary * config.hidden * self.batch.itemsize
         queue = 0  # of a split backward: what weight gradients need
         for place in reversed(range(len(self.units))):
             unit = self.units[place]
-            at_end = self._compiled(unit) and not self._expert_parallel(unit)  # gradient buffers come at its end
-            at_end |= unit in LOOKED_UP or (unit == "head" and config.head in ("next", "masked"))
-            posted = state.before if split else [*state.before, *self.started_reductions(state, after=place)]
-            opened = [] if split else self._unsharded_gradients(place)
-            around = [*self._gathered(place, -1), *self.in_flight(posted), *([] if at_end else opened)]
-            if self.both_ends and unit != "head" and not frozen:
-                # Autograd holds it until the gradient of the lookup is computed too.
-                around.append(gradient("head's part of the embedding's gradient", matrix))
-            elif split and self.stage.last and unit != "head" and config.head == "next" and not frozen:
-                around.append(gradient("head weight gradient, held", matrix))
-            if queue:
-                around.append(activation("queue of weight gradients", queue))
-            if place < len(self.units) - 1 and not self.stage.last and not split:  # else the queue has it
-                around.append(message("gradient from the next stage", self.stream))
+            block, is_head = self._block(unit), unit == "head"
+            at_end = block is not None and block.name != "front"  # gradient buffers come at its end
+            at_end |= unit in LOOKED_UP or (is_head and self.batch.config.head in ("next", "masked"))
+            started = [] if split else self._started_reductions(Kind.BACKWARD, state, after=place)
+            opened = [] if split else self._unsharded(self._flats([unit]))
+            around = [*self._gathered(place, -1), *self._in_flight([*state.before, *started])]
+            flags = {
+                "both_ends": self.both_ends, "split": split, "last": self.stage.last, "of_head": is_head,
+                "queued": queue, "arrived": place == len(self.units) - 1,
+            }  # fmt: skip
+            beside = temporaries.Pass(layer_dimensions(self.batch, 0, {"queue": queue}, flags)).snapshots("beside")
+            around += [*(each for _, tensors in beside for each in tensors), *([] if at_end else opened)]
             for name, extras in self._unit_backward(place, split):
                 tensors = *around, *(opened if at_end and name == f".{COLLECTED}" else []), *extras
                 yield self._snapshot(f"{unit}{name}: backward", place + 1, tensors)
             if split and unit in self._layer:
                 queue += self._queue_of(unit)
         if split:  # units without products are complete: until now their gradients were held beside the sums
-            complete = (place for place, unit in enumerate(self.units) if unit not in self._layer)
-            ends = [each for place in complete for each in self._unsharded_gradients(place)]
+            ends = self._unsharded(self._flats(unit for unit in self.units if unit not in self._layer))
             waiting = activation("queue of weight gradients", queue)
-            yield self._snapshot("input gradients", 0, (waiting, *ends, *self.in_flight(state.before)))
+            yield self._snapshot("input gradients", 0, (waiting, *ends, *self._in_flight(state.before)))
 
-    def weight_gradients(self, state: BackwardState) -> Iterator[Snapshot]:
+    def _weight_gradients(self, state: PassState) -> Iterator[Snapshot]:
         """Yield the memory snapshots of the pass that computes queued weight gradients. state: state of the stage when
         the pass begins."""
-        sizes = layer_dimensions(self.batch, 0)
+        sizes, started = layer_dimensions(self.batch, 0), self._started_reductions(Kind.WEIGHT_GRADIENT, state)
         largest = max(sizes["qkv hidden x"], sizes["up hidden x"])
         extras = [] if self.fused else [workspace("weight gradient", largest)]
-        around = [
-            *self.in_flight([*state.before, *self.started_reductions(state, True)]),
-            *self._unsharded_gradients(0),
-        ]
-        yield Snapshot("weight gradients", 0, (*extras, *around))
+        around = self._in_flight([*state.before, *started]), self._unsharded(self._flats(self.units[:1]))
+        yield Snapshot("weight gradients", 0, (*extras, *around[0], *around[1]))
 
     def _unit_backward(self, unit_index: int, split: bool) -> Iterator[NamedSnapshot]:
         """Yield (snapshot name, temporaries) for the backward of the unit with index `unit_index`. split: True if only
         input gradients are computed."""
         unit = self.units[unit_index]
+        block = self._block(unit)
         if unit == "head":
             if self.batch.config.encoder:
                 yield ".rows", [activation("gradient of the last layer's output", self.stream)]
@@ -184,15 +240,15 @@ class StageSnapshots:
             yield from loss.snapshots("loss_backward")
             if "keeps_hidden" not in loss.dimensions.true:
                 yield from loss.snapshots("loss")
-        elif self._compiled(unit):
+        elif block is not None:
             ends = {GRADIENT: self.units[-1]} | ({} if self.stage.first else {INPUT: self.units[0]})
             arrived = frozenset(name for name, end in ends.items() if end == unit)
-            if self._expert_parallel(unit):
+            if block.name == "front":
                 saved = self._whole_of[unit], self._saved_of[unit]
-                yield from list_mixture_backward(self._block(unit), self._layer[unit], saved, Backward(arrived))
+                yield from list_mixture_backward(block, self._layer[unit], saved, Backward(arrived))
             else:
-                state = Backward(arrived, self.queues, self.queues and not split)
-                yield from (held.snapshot(unit) for held in self._block(unit).backward(state))
+                state = Backward(arrived, self.step.queues, self.step.queues and not split)
+                yield from (held.snapshot(unit) for held in block.backward(state))
         elif unit in self._layer:
             again = count_bytes(self._whole_of[unit]) - count_bytes(self._saved_of[unit])
             config = self.batch.config  # in a 16-bit type this norm saves a copy of the input
@@ -202,51 +258,41 @@ class StageSnapshots:
             more = [activation("recomputed", again)] if again > 0 else []
             layer = self._layer[unit]
             alike = layer if layer in self.batch.routed else layer_kind(self.batch.config, layer)
-            key = alike, split, unit == self.units[-1]
-            if key not in self._backwards:  # equal layers have equal temporaries
-                self._backwards[key] = list(self._layer_backward(unit, split))
-            for name, extras in self._backwards[key]:
+            example = self._examples.setdefault(alike, unit)  # equal layers have equal temporaries
+            for name, extras in self._layer_backward(example, split, unit == self.units[-1]):
                 yield name, [*more, *extras]
         elif unit in LOOKED_UP and self.batch.config.adapter is None:
             yield from temporaries.embedding_pass(self.batch, unit).snapshots("embedding")
 
-    def _layer_backward(self, unit: str, split: bool) -> Iterator[NamedSnapshot]:
-        """Yield (snapshot name, temporaries) for the backward of an uncompiled layer. unit: name of the layer, such as
-        "layers.3"; split: True if only input gradients are computed."""
-        at, config, number, saved = self.batch, self.batch.config, self._layer[unit], self._whole_of[unit]
-        kind = layer_kind(config, number)
-        sizes = temporaries.adapter_sizes(at, number) | {"split": int(split)}
-        layer = temporaries.Pass(layer_dimensions(at, number, sizes, {"split": split}), saved, f"{unit}.")
-        yield from layer.snapshots("mixture" if kind.mixed else "mlp")
-        yield from layer.snapshots("mlp_norm")
-        around: list[Allocation] = []  # the MLP's tensors are freed by now, except operands of queued weight gradients
-        if split:
-            around = [activation("queue of the MLP's weight gradients", queued_bytes(at, saved, number, False))]
-        elif unit == self.units[-1]:  # of a stage that is not the last one
-            around = [message("gradient from the next stage", self.stream)]
-        for name, extras in layer.snapshots("attention"):
-            inside = temporaries.attention_workspaces(at, kind) if name == ".attention" else ()
-            yield name, [*around, *extras, *inside]
+    @cached_method
+    def _layer_backward(self, unit: str, split: bool, arrived: bool) -> list[NamedSnapshot]:
+        """Return (snapshot name, temporaries) for the backward of an uncompiled layer. unit: name of the layer, such as
+        "layers.3"; split: True if only input gradients are computed; arrived: True if another stage sent the gradient
+        of the layer's output."""
+        at, number, saved = self.batch, self._layer[unit], self._whole_of[unit]
+        kind, queue = layer_kind(at.config, number), int(queued_bytes(at, saved, number, False)) if split else 0
+        sizes = temporaries.adapter_sizes(at, number) | {"split": int(split), "mlp_queue": queue}
+        flags = {"split": split, "arrived": arrived}
+        layer = temporaries.Pass(layer_dimensions(at, number, sizes, flags), saved, f"{unit}.")
+        return [
+            (name, [*extras, *(attention_workspaces(at, kind) if name == ".attention" else ())])
+            for section in ("mixture" if kind.mixed else "mlp", "mlp_norm", "attention")
+            for name, extras in layer.snapshots(section)
+        ]
 
     def _queue_of(self, unit: str) -> int:
         """Return the bytes that the queued weight gradients of a layer keep allocated. unit: its name, such as
         "layers.3"."""
-        if self._compiled(unit):
-            return self._block(unit).queued_bytes
+        if (block := self._block(unit)) is not None:
+            return block.queued_bytes
         return int(queued_bytes(self.batch, self._whole_of[unit], self._layer[unit]))
 
-    def _compiled(self, unit: str) -> bool:
-        """Return True if a unit such as "layers.3" is a compiled layer whose memory can be predicted."""
-        return self.compiled and unit in self._layer and can_predict_compiled(self.batch)
-
-    def _block(self, unit: str) -> CompiledBlock:
-        """Return the compiled layer that a unit such as "layers.3" is."""
+    def _block(self, unit: str) -> CompiledBlock | None:
+        """Return the compiled layer that a unit such as "layers.3" is; None for other units, and for a layer whose
+        memory cannot be predicted as compiled."""
+        if not self.step.compiled or unit not in self._layer or not can_predict_compiled(self.batch):
+            return None
         return compiled_block(self.batch, layer_kind(self.batch.config, self._layer[unit]))
-
-    def _expert_parallel(self, unit: str) -> bool:
-        """Return True if a unit such as "layers.3" is a layer whose experts are expert-parallel."""
-        mixed = unit in self._layer and self.batch.config.has_experts(self._layer[unit])
-        return mixed and self.batch.layout.expert_parallel
 
     # --- parameters and gradients
 
@@ -257,28 +303,25 @@ class StageSnapshots:
         names = {self.units[at] for at in (unit_index, unit_index + step) if 0 <= at < len(self.units)}
         if step < 0:
             names -= set(LOOKED_UP)
-        if self.buffers.tied and ("head" in names or (step > 0 and self.both_ends)):
+        if self.step.tied and ("head" in names or (step > 0 and self.both_ends)):
             names.add("embedding")
         return [
             message(f"{flat.name} gathered", flat.held_bytes(flat.padded, self.batch.itemsize))
-            for name in sorted(names)
-            for flat in self.buffers.flats.get(name, ())
+            for flat in self._flats(sorted(names))
             if flat.zero == 3
         ]
 
-    def _unsharded_gradients(self, unit_index: int) -> list[Allocation]:
-        """Return the unsharded gradient buffers that the backward of the unit with index `unit_index` allocates."""
-        opened = self.buffers.flats.get(self.units[unit_index], ()) if self.units else ()
-        return [each for flat in opened for each in self._unsharded(flat)]
+    def _flats(self, units: Iterable[str]) -> Iterator[Flat]:
+        """Yield the flat parameter buffers of units."""
+        return (flat for unit in units for flat in self.step.flats_by_unit.get(unit, ()))
 
-    def _unsharded(self, flat: Flat) -> list[Allocation]:
-        """Return, as a list, the unsharded gradient buffer that the flat parameter buffer `flat` allocates under ZeRO-2
-        and 3; empty if it uses a buffer shared by layers, which is counted elsewhere."""
-        if flat.zero < 2 or flat.padded in self.buffers.reused:
-            return []
-        return [gradient(f"{flat.name} unsharded gradient", flat.padded * self.batch.wide)]
+    def _unsharded(self, flats: Iterable[Flat]) -> list[Allocation]:
+        """Return the unsharded gradient buffers that flat parameter buffers allocate in a backward under ZeRO-2 and 3,
+        without those shared by layers, which are counted elsewhere."""
+        flats = (flat for flat in flats if flat.zero >= 2 and flat.padded not in self.step.reused)
+        return [gradient(f"{flat.name} unsharded gradient", flat.padded * self.batch.wide) for flat in flats]
 
-    def in_flight(self, posted: Sequence[Reduction]) -> list[Allocation]:
+    def _in_flight(self, posted: Sequence[Reduction]) -> list[Allocation]:
         """Return the tensors of the gradient reductions in flight. posted: all reductions started so far; only the last
         few of them are in flight."""
         found = []
@@ -288,13 +331,15 @@ class StageSnapshots:
                 found.append(message(f"{flat.name} shard of a later micro-batch", shard))
             if self.batch.device == "cpu":  # gloo sends to each rank alone
                 found.append(message(f"{flat.name} parts of other ranks", shard * (flat.shards - 1)))
-            found += self._unsharded(flat)
+            found += self._unsharded([flat])
         return found
 
-    def started_reductions(self, state: BackwardState, weights: bool | None = None, after: int = -1) -> list[Reduction]:
-        """Return, in order, the gradient reductions that a backward starts. state: state of the stage when the backward
-        begins. weights: True for a weight-gradient pass, which completes the gradients of layers; False for an
-        input-gradient pass; None for an unsplit backward. after: index of a unit; only reductions of later units."""
-        units = [unit for unit in self.units[after + 1 :] if weights is None or (unit in self._layer) == weights]
-        flats = (flat for unit in reversed(units) for flat in self.buffers.flats.get(unit, ()))
-        return [Reduction(flat, state.later) for flat in flats if flat.zero >= 2 or state.last]
+    def _started_reductions(self, kind: int, state: PassState, after: int = -1) -> list[Reduction]:
+        """Return, in order, the gradient reductions that a pass starts. kind: kind of the pass; an input-gradient pass
+        completes the gradients of other units than layers, a weight-gradient pass those of layers. state: state of the
+        stage when it begins. after: index of a unit; only reductions of later units."""
+        if kind == Kind.FORWARD:
+            return []
+        every, of_layers = kind == Kind.BACKWARD, kind == Kind.WEIGHT_GRADIENT
+        units = [unit for unit in self.units[after + 1 :] if every or (unit in self._layer) == of_layers]
+        return [Reduction(flat, state.later) for flat in self._flats(reversed(units)) if flat.zero >= 2 or state.last]

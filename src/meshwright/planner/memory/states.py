@@ -4,8 +4,7 @@ unit, as `parallel/zero.py` lays them out, and the gradient reductions of these 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -87,30 +86,13 @@ class Reduction(NamedTuple):
     later: bool
 
 
-@dataclass(frozen=True, slots=True)
-class BackwardState:
-    """State of a pipeline stage when a backward begins. later: True if the stage has already run a backward in this
-    step; last: True for its last backward of the step; before: gradient reductions in flight."""
+class PassState(NamedTuple):
+    """State of a pipeline stage when a pass begins. later: True if the stage has already run a backward in this step;
+    last: True for its last backward of the step; before: gradient reductions in flight."""
 
     later: bool
     last: bool
     before: tuple[Reduction, ...] = ()
-
-
-class Buffers(NamedTuple):
-    """Flat parameter buffers of a stage, in which ZeRO shards parameters.
-
-    Attributes:
-        units: FSDP units of the stage, each a layer, the embedding or the head.
-        flats: {unit: its flat parameter buffers}.
-        reused: {number of elements: number of buffers} of the unsharded gradient buffers that layers share.
-        tied: True if head and embedding share their weight.
-    """
-
-    units: Sequence[str]
-    flats: Mapping[str, Sequence[Flat]]
-    reused: Mapping[int, int]
-    tied: bool
 
 
 def optimizer_kinds(optimizer: str) -> tuple[str, ...]:
@@ -146,17 +128,16 @@ def list_states(
     `CATEGORY_OF_STATE`. flats: its flat parameter buffers; parameter_dtype, master_dtype: torch's type names;
     optimizer: such as "adamw"."""
 
-    def make_tensor(
-        kind: str, name: str, numel: int, size: int | None = None, dtype: str = master_dtype
-    ) -> tuple[str, Allocation]:
-        """Return the kind and a tensor of `numel` elements. size: its bytes; None: those of its type."""
-        size = numel * ITEM_BYTES[dtype] if size is None else size
-        return kind, Allocation(CATEGORY_OF_STATE[kind], name, (numel,), dtype, size)
+    def make_tensor(kind: str, name: str, numel: int) -> tuple[str, Allocation]:
+        """Return the kind and a tensor of `numel` elements of the master weights' type."""
+        size = numel * ITEM_BYTES[master_dtype]
+        return kind, Allocation(CATEGORY_OF_STATE[kind], name, (numel,), master_dtype, size)
 
     for flat in flats:
         here = flat.padded // (flat.shards if flat.zero == 3 else 1)
         size = flat.held_bytes(here, ITEM_BYTES[parameter_dtype]) + flat.scales
-        yield make_tensor("parameters", f"{flat.name}.parameters", here, size, flat.packed or parameter_dtype)
+        dtype = flat.packed or parameter_dtype
+        yield "parameters", Allocation("parameters", f"{flat.name}.parameters", (here,), dtype, size)
         if not flat.trainable:
             continue
         if parameter_dtype != master_dtype:

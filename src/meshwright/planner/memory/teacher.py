@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from meshwright.layout import Layout
-from meshwright.planner.cost.micro_batch import MicroBatch
+from meshwright.planner.cost.dimensions import layer_dimensions
+from meshwright.planner.cost.micro_batch import MicroBatch, Number
 from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.memory.saved import position_tables
-from meshwright.planner.memory.snapshot import Allocation, Snapshot, activation, workspace
+from meshwright.planner.memory.snapshot import Allocation, NamedSnapshot, workspace
 from meshwright.planner.memory.states import flats_of
+from meshwright.planner.memory.temporaries import Pass
 from meshwright.spec.distillation import make_teacher_layout
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.partition import Partition
@@ -19,18 +21,14 @@ from meshwright.spec.stage_times import program_for
 
 DIVERGENCE_TENSORS = {"forward_kl": 5, "reverse_kl": 5, "jsd": 8}
 """Number of tensors of the size of a slice's logits, in float32 (or float64), at the peak of computing a divergence."""
-CROSS_ENTROPY_TENSORS = 2
-"""Number of these tensors that the cross-entropy without teacher needs, too."""
 
 
 @dataclass(frozen=True)
 class TeacherMemory:
-    """Memory of a distillation teacher on a rank. teacher: sizes of the teacher; batch: micro-batch of the student;
-    compiled: True if the loss is compiled."""
+    """Memory of a distillation teacher on a rank. teacher: sizes of the teacher; batch: micro-batch of the student."""
 
     teacher: TeacherWork
     batch: MicroBatch
-    compiled: bool = False
 
     @cached_property
     def layout(self) -> Layout:
@@ -61,57 +59,27 @@ class TeacherMemory:
         for each in self.list_states() if several and compares else ():
             yield each._replace(bytes=each.bytes * batch.layout.micro_batches)
 
-    def list_states(self) -> Iterator[Allocation]:
-        """Yield the tensors with the teacher's results for one micro-batch: final hidden states and outputs of compared
-        layers, or the cached most probable tokens. Without pipeline parallelism they are allocated only during the
-        student's forward."""
-        tokens, config, top_k = self.batch.all_tokens, self.teacher.config, self.teacher.top_k
-        if top_k:
-            yield workspace("teacher.top_k", tokens * (8 * top_k + 4 * (top_k + 1)))
-            return
-        yield activation("teacher.states", self.item * tokens * config.hidden)
-        if self.teacher.projected:
-            here = tokens // (self.layout.tp if self.layout.tensor_sequence_parallel else 1)
-            yield activation("teacher.hidden", self.item * here * config.hidden * self.teacher.projected)
+    def list_states(self) -> list[Allocation]:
+        """Return the tensors with the teacher's results for one micro-batch: final hidden states and outputs of
+        compared layers, or the cached most probable tokens. Without pipeline parallelism they are allocated only during
+        the student's forward."""
+        return [each for _, tensors in self.list_snapshots("teacher_states") for each in tensors]
 
-    def list_loss_temporaries(self, differentiated: bool) -> Iterator[Allocation]:
-        """Yield the temporaries that distillation adds to those of the cross-entropy, for one chunk of tokens: the
-        teacher's logits and, before the chunk's gradients are computed, the divergence's gradients and the temporaries
-        of one slice of the chunk. differentiated: True after the chunk's gradients are computed."""
-        batch, width, longest = self.batch, self.batch.vocabulary, max(self.batch.loss_chunks, default=0)
-        at_once = longest if self.compiled else batch.loss_slice(longest)
-        wide = DIVERGENCE_TENSORS[self.teacher.divergence] - (0 if self.compiled else CROSS_ENTROPY_TENSORS)
-        if self.teacher.top_k:
-            wide = 0
-        else:
-            yield workspace("teacher.logits", self.item * width * longest)
-        if not differentiated:
-            yield workspace("gradients of the divergence", batch.itemsize * width * (longest - at_once))
-            yield workspace("divergence of a slice", batch.wide * width * at_once * wide)
-
-    def make_forward_snapshot(self) -> Snapshot:
-        """Return the memory snapshot of the teacher's forward, which runs before the student's. It is taken in a
-        feed-forward layer of the teacher, with these temporaries: gate and up, the activation, their product, and three
-        tensors of hidden states."""
-        config = self.teacher.config
+    def list_snapshots(self, section: str) -> Iterator[NamedSnapshot]:
+        """Yield the snapshots of a section of `tensors.toml`, computed with the teacher's sizes. section: such as
+        "teacher_forward", the teacher's forward, which runs before the student's."""
+        config, top_k = self.teacher.config, self.teacher.top_k
+        dtype = {2: "bfloat16", 4: "float32", 8: "float64"}[self.item]
+        forward = MicroBatch.of(config, self.layout, self.batch.rows, self.batch.sequence, dtype=dtype)
         experts = config.experts_per_token * config.expert_intermediate if config.experts else 0
-        columns = max(config.intermediate, experts)
-        numbers = (4 if config.gated else 2) * columns // self.layout.tp + 3 * config.hidden
-        size = self.item * self.batch.all_tokens * numbers
-        return Snapshot("teacher: forward", 0, (activation("teacher's layer being computed", size),))
+        sizes = {
+            "top_k": top_k, "projected": self.teacher.projected, "columns": max(config.intermediate, experts),
+        }  # fmt: skip
+        flags = {"cached": top_k, "projects": self.teacher.projected}
+        return Pass(layer_dimensions(forward, 0, sizes, flags)).snapshots(section)
 
-    def add_to(self, student: Iterable[Snapshot], forward: bool) -> Iterator[Snapshot]:
-        """Yield the memory snapshots of a pass of the student through its last stage, with the tensors of the
-        distillation loss added. Without pipeline parallelism, the teacher's results are added too in a forward pass,
-        which runs after the teacher's.
-
-        student: snapshots without teacher; forward: True for a forward pass."""
-        alone = forward and self.batch.layout.pp == 1
-        held = list(self.list_states()) if alone else []
-        if alone and not self.teacher.top_k:
-            yield self.make_forward_snapshot()
-        for snapshot in student:
-            of_loss: list[Allocation] = []
-            if snapshot.name.startswith(("head.statistics", "head.gradient")):
-                of_loss = list(self.list_loss_temporaries(snapshot.name.startswith("head.gradient")))
-            yield snapshot.with_more([*held, *of_loss])
+    @property
+    def loss_sizes(self) -> dict[str, Number]:
+        """Sizes that distillation adds to those of the loss: bytes of an element of the teacher's logits, and number of
+        tensors of a divergence."""
+        return {"teacher_x": self.item, "divergence_tensors": DIVERGENCE_TENSORS[self.teacher.divergence]}

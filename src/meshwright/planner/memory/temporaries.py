@@ -1,24 +1,22 @@
 """Temporary tensors in addition to saved activations, in forward and backward, by the rows of `tensors.toml`;
-workspaces of attention, and of the weights and masks of adapters.
+workspaces of the weights and masks of adapters.
 
-They follow the engine's code: a variable keeps its tensor until the next one is assigned, so that the tensors of two
-tiles are allocated at once. Checked against PyTorch's allocator on a CPU; workspaces of CUDA kernels follow their
+They follow the engine's code. Checked against PyTorch's allocator on a CPU; workspaces of CUDA kernels follow their
 sources.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 from meshwright.planner.cost.adapters import PACKED
 from meshwright.planner.cost.blocks import layer_operators
-from meshwright.planner.cost.dimensions import Dimensions, count_flash_lines, layer_dimensions, list_properties
-from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number
-from meshwright.planner.cost.tables import holds, parse_item, select
-from meshwright.planner.memory.attention_tiles import TiledAttention, backward_temporaries, choose_tiles
-from meshwright.planner.memory.snapshot import Allocation, NamedSnapshot, activation, count_bytes
+from meshwright.planner.cost.dimensions import Dimensions, layer_dimensions
+from meshwright.planner.cost.micro_batch import MicroBatch, Number
+from meshwright.planner.cost.tables import parse_item, select
+from meshwright.planner.memory.snapshot import Allocation, NamedSnapshot, activation
 from meshwright.spec.adapter_config import BLOCK
 from meshwright.spec.policy import UNPACKED_AT_ONCE
 from meshwright.toml import read_packaged_toml
@@ -66,47 +64,6 @@ class Pass(NamedTuple):
             yield row["name"], found
 
 
-# --- attention
-
-
-def attention_workspaces(batch: MicroBatch, kind: LayerKind) -> Iterator[Allocation]:
-    """Yield the temporaries inside the backward of attention in plain torch, which is computed in tiles or as a ring.
-    kind: kind of the layer."""
-    if batch.ring:
-        yield from ring_backward(batch, kind)
-    elif holds("capped | !cuda & !encoder", list_properties(batch, kind)):  # an encoder's kernel is PyTorch's own
-        yield from tiled_backward(batch, kind)
-
-
-def tiled_backward(batch: MicroBatch, kind: LayerKind) -> list[Allocation]:
-    """Return the temporaries of tiled attention's backward: masks, tiles, gradient sums of keys and values. kind: kind
-    of the layer."""
-    config, apart, sizes = batch.config, batch.layout.cp > 1, Dimensions(batch, kind)
-    kv_heads = sizes["core_kv_heads"]
-    return backward_temporaries(
-        TiledAttention(
-            choose_tiles(batch, sizes["core_heads"], kv_heads, batch.sequence), batch.rows, kv_heads, config.head_dim,
-            batch.itemsize, batch.wide, (kind.rotates or config.query_key_norm) and not apart, apart,
-            config.attention_softcap is not None, kind.window, batch.starts, batch.masked and batch.starts is None,
-        )
-    )  # fmt: skip
-
-
-def ring_backward(batch: MicroBatch, kind: LayerKind) -> list[Allocation]:
-    """Return the temporaries at the peak of ring attention's backward: gradient sums, KV blocks being sent and
-    received, and the tensors of a tile or of the kernel's results. kind: kind of the layer."""
-    heads, kv_heads, half = batch.heads, batch.kv_heads, batch.tokens // 2
-    cut = choose_tiles(batch, heads, kv_heads, half)
-    sizes = {
-        "half": half, "blocks": 1 + min(2, batch.cp - 1), "before": int(cut.before > 0),
-        "ring_lines": count_flash_lines(batch, heads, half, batch.ring_documents if batch.masked else 0),
-        "cut_lines": cut.lines, "cut_queries": cut.queries, "cut_rows": cut.rows, "cut_kv_heads": cut.kv_heads,
-        "repeats": int(kv_heads < heads), "copies_halves": int(batch.masked and batch.rows > 1),
-    }  # fmt: skip
-    snapshots = Pass(Dimensions(batch, kind, sizes)).snapshots("ring")
-    return max((tensors for _, tensors in snapshots), key=count_bytes)
-
-
 # --- adapters
 
 
@@ -149,28 +106,28 @@ def adapter_sizes(batch: MicroBatch, layer: int) -> dict[str, Number]:
 # --- both ends of the model
 
 
-def loss_pass(batch: MicroBatch, saved: Sequence[Allocation], again: bool, **known: bool) -> Pass:
+def loss_pass(
+    batch: MicroBatch, saved: Sequence[Allocation], again: bool, more: Mapping[str, Number], **known: bool
+) -> Pass:
     """Return the sizes of a pass through the loss, from which its memory snapshots are computed. saved: saved
     activations of the stage; again: True for the backward of a loss whose forward saved no gradient, so that the loss
-    is computed again; known: properties "compiled_loss" and "both_ends" for conditions of `tensors.toml`."""
-    config, x = batch.config, batch.itemsize
+    is computed again; more: further sizes, those of distillation; known: properties "compiled_loss", "both_ends",
+    "taught" and "cached" for conditions of `tensors.toml`."""
+    config = batch.config
     chunks = batch.loss_chunks if config.head in ("next", "masked") else []
-    longest, several = max(chunks, default=0), len(chunks) > 1
-    adds = batch.narrow and batch.device == "cuda"  # products add to the float32 sum themselves
+    longest = max(chunks, default=0)
     kept = {each.name: each.bytes for each in saved}
     sizes: dict[str, Number] = {
-        "longest": longest, "head_width": batch.vocabulary, "kept_weight": kept.get("head.weight.gradient", 0),
-        "sliced": batch.loss_slice(longest),
-        "weight_bytes": batch.wide if several else x,
-        "summed_bytes": batch.wide if len(chunks) > 2 or adds else x,  # the sum of all but the last chunk
-        "chunk_bytes": 0 if adds else several * x * (2 if batch.narrow else 1),
+        "longest": longest, "head_width": batch.vocabulary, "sliced": batch.loss_slice(longest),
+        "kept_weight": kept.get("head.weight.gradient", 0),
     }  # fmt: skip
     flags = {
-        "again": again, "several_chunks": several, **known,
+        "again": again, "several_chunks": len(chunks) > 1, **known,
+        "sums_wide": len(chunks) > 2 or (batch.narrow and batch.device == "cuda"),
         "keeps_hidden": "head.hidden.gradient" in kept, "keeps_weight": "head.weight.gradient" in kept,
         "computes_weight": (again and config.adapter is None) or "head.weight.gradient" in kept,
     }  # fmt: skip
-    return Pass(layer_dimensions(batch, 0, sizes, flags), saved)
+    return Pass(layer_dimensions(batch, 0, sizes | dict(more), flags), saved)
 
 
 def embedding_pass(batch: MicroBatch, unit: str) -> Pass:

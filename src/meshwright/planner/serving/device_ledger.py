@@ -29,55 +29,13 @@ def device_ledger(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> S
 
 def _rank_ledger(rank: ServingRank) -> RankLedger:
     """Return the GPU memory ledger of one rank, in bytes by item."""
-    kv_block, tp = rank.kv_block(), rank.layout.tp
-    # Only tp uses NCCL: pipeline stages exchange host tensors, and the outputs of experts are summed over tp.
-    return RankLedger(
-        weights=rank.item * sum(numel for _, numel in rank.parameters), packed=0,
-        workspace=_workspace_bytes(rank) + kv_block,  # the last block is the padding's
-        logits=_logits_bytes(rank) if rank.stage.last else 0,
-        communication=tp * rank.sizes.token_budget * rank.config.hidden * rank.item if tp > 1 else 0,
-        slack=CONTEXT_BYTES + _activation_bytes(rank) + estimate_buffer_bytes(Layout(tp=tp), tp), kv_block=kv_block,
-    )  # fmt: skip
-
-
-def _workspace_bytes(rank: ServingRank) -> int:
-    """Return the bytes of a rank's permanent GPU buffers: token indices and block tables of a step, tables of rotary
-    positions, partial results of attention, random draws of sampling."""
-    sizes, many, attention = rank.sizes, rank.block_tables, AttentionSizes.find(rank.config, rank.layout.tp)
+    sizes, layout, attention = rank.sizes, rank.layout, AttentionSizes.find(rank.config, rank.layout.tp)
     decoding = 1 << (sizes.max_sequences - 1).bit_length()  # the largest padded number of sequences
-    numbers = (6 + many + attention.groups) * max(sizes.token_budget, sizes.logit_rows, decoding)
-    tables = decoding * many * count_blocks(sizes.max_length)
-    rotation = rank.position_elements * sizes.max_length
-    scratch = max(SCRATCH_BYTES // 4, attention.count_scratch(sizes.max_length))
-    draws = 2 * 3 * sizes.logit_rows  # float64
-    return 4 * (numbers + tables + rotation + scratch + draws)
-
-
-def _logits_bytes(rank: ServingRank) -> int:
-    """Return the bytes of float32 logits on a GPU. With tp > 1 they are this rank's slice, the gathered slices of all
-    ranks, and the concatenation of the slices. With tp = 1 they are the logits of a step, and those of each CUDA graph
-    of decoding."""
-    sizes, layout = rank.sizes, rank.layout
-    if layout.tp > 1:  # the slice, the ranks' slices, and these joined
-        return 4 * sizes.logit_rows * 3 * layout.tp * rank.vocabulary
-    graphs = 2 << (sizes.max_sequences - 1).bit_length() if layout.pp == 1 else 0
-    return 4 * (sizes.logit_rows + graphs) * rank.vocabulary
-
-
-def _activation_bytes(rank: ServingRank) -> int:
-    """Return an upper bound of the bytes of activations allocated at once in a step of `sizes.token_budget` tokens on a
-    GPU: hidden states, and the inputs and outputs of attention or of an MLP."""
-    config, tp, item, hidden = rank.config, rank.layout.tp, rank.item, rank.config.hidden
-    widths = [(2 * rank.heads + 2 * rank.kv_heads) * config.head_dim]
-    if latent := config.latent:
-        of_head = config.head_dim + latent.cached_dim + latent.rank + latent.value_dim
-        widths = [2 * (latent.query_rank or 0) + latent.cached_dim + rank.heads * of_head]
-    for mixed in {config.has_experts(layer) for layer in range(config.layers)}:
-        if mixed:  # of each chosen expert: input, up and gate, their product, output in both orders and float32
-            width = -(-config.expert_intermediate // (1 if rank.layout.expert_parallel else tp))
-            chosen = config.experts_per_token * (hidden + 3 * width + (2 + 4 // item) * hidden)
-            sums = 3 * (4 // item) * hidden  # of the experts' outputs, in float32
-            widths.append(chosen + 3 * config.shared_intermediate // tp + sums)
-        else:
-            widths.append((3 if config.gated else 2) * config.intermediate // tp)
-    return rank.sizes.token_budget * (item * (4 * hidden + max(widths)) + 4 * SPLIT_COLUMNS)
+    return rank.predict(
+        "cuda", parameters=sum(numel for _, numel in rank.parameters), decoding=decoding,
+        indexed=max(sizes.token_budget, sizes.logit_rows, decoding), attention_groups=attention.groups,
+        blocks_of_context=count_blocks(sizes.max_length), graphs=2 * decoding if layout.pp == 1 else 0,
+        scratch=max(SCRATCH_BYTES // 4, attention.count_scratch(sizes.max_length)), split_columns=SPLIT_COLUMNS,
+        # Only tp uses NCCL: pipeline stages exchange host tensors, and the outputs of experts are summed over tp.
+        context_bytes=CONTEXT_BYTES, nccl_bytes=estimate_buffer_bytes(Layout(tp=layout.tp), layout.tp),
+    )  # fmt: skip

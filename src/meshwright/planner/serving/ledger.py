@@ -1,21 +1,25 @@
-"""Memory of a server, item by item, before it starts: what each rank allocates, and how many KV blocks fit.
+"""Memory of a server, item by item, before it starts: what each rank allocates, by the lists of `ledger.toml`, and how
+many KV blocks fit.
 
-The items are those of the CPU kernels (`serving/lowering.py`): matrices packed in pairs of panels of 16 output columns,
-all buffers float32, one copy of a tied matrix. `torch_ledger.py` has those of plain torch, `device_ledger.py` those of
-GPUs.
+With the CPU kernels (`serving/lowering.py`), matrices are packed in pairs of panels of 16 output columns, and a tied
+matrix has one copy. `torch_ledger.py` has the sizes of plain torch, `device_ledger.py` those of GPUs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from meshwright.collectives.quantities import GIB, format_bytes
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import unknown
+from meshwright.planner.cost.dimensions import Dimensions
+from meshwright.planner.cost.micro_batch import MicroBatch, layer_kind
+from meshwright.planner.cost.tables import select
 from meshwright.planner.serving.kernel_scratch import StepScratch, scratch_bytes
 from meshwright.spec.block_tables import (
     BLOCK_TOKENS,
@@ -29,6 +33,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameter_entries import ModelParameter
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.stages import LOOKED_UP, Stage, list_stage_units
+from meshwright.toml import read_packaged_toml
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 """Bytes of a parameter and of a key or value, by dtype."""
@@ -41,6 +46,7 @@ FRONT_BYTES = 320 * 2**20
 ranks are forked, which has torch loaded."""
 RANK_BYTES = 96 * 2**20
 """Measured: what a rank process adds to the one it is forked from, without the items of its ledger."""
+TABLE = "planner/serving/ledger.toml"
 _PANEL = 16  # output columns of a packed panel; matrices are padded to 2 panels
 
 
@@ -74,6 +80,10 @@ class ServingSizes:
         return max(self.max_sequences, min(self.scored_rows, self.token_budget))
 
 
+ITEMS = ("weights", "packed", "workspace", "logits", "communication", "slack")
+"""Items of a rank's memory without KV blocks, fields of `RankLedger` and lists of `ledger.toml`."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankLedger:
     """Memory of one serving rank in bytes.
@@ -100,7 +110,7 @@ class RankLedger:
     @property
     def fixed(self) -> int:
         """Bytes of everything except the KV blocks."""
-        return self.weights + self.packed + self.workspace + self.logits + self.communication + self.slack
+        return sum(getattr(self, name) for name in ITEMS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +167,7 @@ class ServingLedger:
 
     def items(self) -> dict[str, int]:
         """Return {item: bytes} summed over all ranks; items are the fields of `RankLedger`, "front" and "kv"."""
-        names = ("weights", "packed", "workspace", "logits", "communication", "slack")
-        found = {name: self._copies * sum(getattr(stage, name) for stage in self.stages) for name in names}
+        found = {name: self._copies * sum(getattr(stage, name) for stage in self.stages) for name in ITEMS}
         return {**found, "front": self.front, "kv": self.sizes.blocks * self.kv_block}
 
     def to_json_dict(self) -> dict[str, Any]:
@@ -184,7 +193,7 @@ def parse_dtype(name: str | None) -> str:
     return DTYPE_NAMES.get(name, name)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ServingRank:
     """A rank of one pipeline stage of a server, and the sizes from which its memory follows.
 
@@ -200,37 +209,37 @@ class ServingRank:
     stage: Stage
     sizes: ServingSizes
 
-    @property
-    def item(self) -> int:
-        """Bytes of one element of parameters, keys and values."""
-        return ITEM_BYTES[self.sizes.dtype]
+    @cached_property
+    def step(self) -> MicroBatch:
+        """Sizes of the largest step on the rank, as of one sequence of `token_budget` tokens."""
+        return MicroBatch.of(self.config, self.layout, 1, self.sizes.token_budget, dtype=self.sizes.dtype)
 
-    @property
-    def heads(self) -> int:
-        """Number of query heads of the rank."""
-        return self.config.heads // self.layout.tp
+    def predict(self, section: str, **more: int) -> RankLedger:
+        """Return the memory of the rank by a section of `ledger.toml`, such as "torch". more: dimensions that the
+        section names in addition to those of every section; "multiple" is that of `kv_block`."""
+        config, stage, latent, tables = self.config, self.stage, self.config.latent, read_packaged_toml(TABLE)[section]
+        kv_block = self.kv_block(more.get("multiple", 1))
+        positions = len({config.layer_positions(layer) for layer in stage.layers} - {None})
+        known = {
+            "logit_rows": self.sizes.logit_rows, "max_length": self.sizes.max_length,
+            # Cosines and sines of half the features each; temperatures of queries in place of cosines.
+            "position_elements": positions * (config.rotary_dim if latent else config.head_dim), "kv_block": kv_block,
+            "block_tables": len(block_tables(config, self.layout.pp).windows),
+            "cached": latent.cached_dim if latent else 2 * self.step.kv_heads * config.head_dim,
+        }  # fmt: skip
+        every = list(map(config.has_experts, range(config.layers)))
+        flags = {
+            "first": stage.first, "last": stage.last, "mixtures": any(every[layer] for layer in stage.layers),
+            "any_dense": not all(every), "any_mixture": any(every), "plain_residual": config.plain_residual,
+        }  # fmt: skip
+        dimensions = Dimensions(self.step, layer_kind(config, 0), known | more, flags)
 
-    @property
-    def kv_heads(self) -> int:
-        """Number of key-value heads of the rank."""
-        return max(1, self.config.kv_heads // self.layout.tp)
+        def add(sizes: list[str]) -> int:
+            """Return the sum of a list of sizes."""
+            return sum(int(dimensions[size]) for size in select(sizes, dimensions.true, {}))
 
-    @property
-    def vocabulary(self) -> int:
-        """Number of vocabulary entries of the rank, rounded up."""
-        return -(-self.config.vocabulary // self.layout.tp)
-
-    @property
-    def position_elements(self) -> int:
-        """Elements, for a position, of all tables of position-dependent factors of the stage's layers: cosines and
-        sines of half the features each; temperatures of queries in place of cosines."""
-        settings = {self.config.layer_positions(layer) for layer in self.stage.layers} - {None}
-        return len(settings) * (self.config.rotary_dim if self.config.latent else self.config.head_dim)
-
-    @property
-    def block_tables(self) -> int:
-        """Number of block tables of a sequence."""
-        return len(block_tables(self.config, self.layout.pp).windows)
+        dimensions["widest"] = max((add(sizes) for sizes in tables.get("widths", {}).values()), default=0)
+        return RankLedger(**{name: add(tables[name]) for name in ITEMS}, kv_block=kv_block)
 
     @property
     def parameters(self) -> list[tuple[ModelParameter, int]]:
@@ -244,10 +253,11 @@ class ServingRank:
         """Return the bytes of one KV block. multiple: number of elements to a multiple of which value vectors, or the
         cached vectors of latent attention, are padded."""
         config = self.config
-        cached = self.kv_heads * (config.head_dim + _round_up(config.head_dim, multiple))
+        cached = max(1, config.kv_heads // self.layout.tp) * (config.head_dim + _round_up(config.head_dim, multiple))
         if config.latent is not None:
             cached = _round_up(config.latent.cached_dim, multiple)
-        return block_tables(config, self.layout.pp).depths[self.stage.index] * BLOCK_TOKENS * cached * self.item
+        depth = block_tables(config, self.layout.pp).depths[self.stage.index]
+        return depth * BLOCK_TOKENS * cached * ITEM_BYTES[self.sizes.dtype]
 
 
 def build_ledger(
@@ -270,33 +280,33 @@ def serving_ledger(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> 
 
 def _rank_ledger(rank: ServingRank) -> RankLedger:
     """Return the memory ledger of a rank with compiled CPU kernels."""
-    config, layout, stage, sizes, item = rank.config, rank.layout, rank.stage, rank.sizes, rank.item
-    rows, tokens = sizes.logit_rows, sizes.token_budget
-    weights = packed = transit = 0
-    # From the tensor that is loaded last: `packed` is then what those after it take.
+    config, layout, stage, sizes, item = rank.config, rank.layout, rank.stage, rank.sizes, rank.step.itemsize
+    vectors = matrices = transit = 0
+    # From the tensor that is loaded last: `matrices` is then what those after it take.
     for tensor, numel in reversed(rank.parameters):
         as_table, as_matrix = _forms(config, tensor, stage)
-        transit = max(transit, numel * item - packed)
+        transit = max(transit, numel * item - matrices)
         if as_table:  # norms and biases are float32, those of experts' down projections at full width on every rank
             full = tensor.name.endswith(".experts.down.bias") and not layout.expert_parallel
-            weights += numel * (layout.tp if full else 1) * (item if tensor.unit in LOOKED_UP else 4)
+            vectors += numel * (layout.tp if full else 1) * (item if tensor.unit in LOOKED_UP else 4)
         if tensor.name.endswith(".up.bias") and config.gated:  # those of gate and up are padded to panels
             parts = 2 * _count_matrices(config, layout, tensor)
-            weights += 4 * parts * (-(numel // parts) % _PANEL)
-        packed += _packed_bytes(config, layout, tensor, item) if as_matrix else 0
-    weights += 4 * sizes.max_length * rank.position_elements
-    workspace = tokens * sum(_buffer_widths(rank)) + (rows * config.hidden if stage.last else 0)
-    if any(config.has_experts(layer) for layer in stage.layers):
-        workspace += _count_expert_numbers(config, layout, tokens)
-    gathered = layout.tp * max(tokens * config.hidden, rows * rank.vocabulary if stage.last else 0)
-    messages = tokens * config.hidden * ((not stage.first) + (not stage.last))
+            vectors += 4 * parts * (-(numel // parts) % _PANEL)
+        matrices += _packed_bytes(config, layout, tensor, item) if as_matrix else 0
     wide = [(each.name, each.local_shape(layout)[-1]) for each, _ in rank.parameters if len(each.shape) > 1]
     rounded = (max((k for name, k in wide if part in name), default=0) for part in ("", ".experts."))
-    scratch = StepScratch(tokens, sizes.max_length, sizes.threads, *(rounded if item == 2 else (0, 0)))
-    return RankLedger(
-        weights=weights, packed=packed, workspace=4 * workspace, logits=rows * rank.vocabulary * 4 if stage.last else 0,
-        communication=4 * ((gathered if layout.tp > 1 else 0) + messages), kv_block=rank.kv_block(_PANEL),
-        slack=RANK_BYTES + transit + scratch_bytes(config, rank.heads, rank.kv_heads, scratch),
+    scratch = StepScratch(
+        sizes.token_budget, sizes.max_length, sizes.threads, *(rounded if item == 2 else (0, 0))
+    )  # fmt: skip
+    logits = sizes.logit_rows * rank.step.vocabulary if stage.last else 0
+    mixed = set(map(config.has_experts, stage.layers))
+    return rank.predict(
+        "kernels", multiple=_PANEL, vector_bytes=vectors, matrix_bytes=matrices, transit_bytes=transit,
+        process_bytes=RANK_BYTES, reduced=max(sizes.token_budget * config.hidden, logits),
+        scratch_bytes=scratch_bytes(config, rank.step.heads, rank.step.kv_heads, scratch),
+        mlp_columns_here=sum(
+            {(config.shared_intermediate if each else config.intermediate) // layout.tp for each in mixed}
+        ),
     )  # fmt: skip
 
 
@@ -326,31 +336,6 @@ def _packed_bytes(config: ModelConfig, layout: Layout, tensor: ModelParameter, i
     count = _count_matrices(config, layout, tensor)
     item = 4 if "router" in tensor.name or "shared_gate" in tensor.name else item
     return count * _round_up(rows // count) * (_round_up(columns, 32) if item == 2 else columns) * item
-
-
-def _buffer_widths(rank: ServingRank) -> Iterator[int]:
-    """Yield the number of float32 elements per token of each activation buffer of a rank: hidden states before and
-    after the norm, and partial sums; inputs and output of attention; the gate of the shared expert; activation of
-    each distinct MLP."""
-    config, tp, queries = rank.config, rank.layout.tp, rank.heads * rank.config.head_dim
-    yield config.hidden * (1 + config.pre_norms + (tp > 1 or not config.plain_residual))
-    if latent := config.latent:
-        cached = rank.heads * latent.cached_dim
-        yield cached + latent.cached_dim + (latent.query_rank or queries)  # results of the first projections
-        yield (queries if latent.query_rank else 0) + cached + rank.heads * latent.value_dim
-    else:
-        yield 2 * queries + 2 * rank.kv_heads * config.head_dim
-    mixed = {config.has_experts(layer) for layer in rank.stage.layers}
-    yield int(config.shared_gate and True in mixed)
-    yield sum({(config.shared_intermediate if each else config.intermediate) // tp for each in mixed})
-
-
-def _count_expert_numbers(config: ModelConfig, layout: Layout, tokens: int) -> int:
-    """Return the number of elements of the buffers for routed experts for `tokens` tokens: router scores, chosen
-    experts, and activations of all chosen experts."""
-    width = config.expert_intermediate // (1 if layout.expert_parallel else layout.tp)
-    per_row = 3 + width + config.hidden  # weight, choice, order; activation, down
-    return (tokens + 1) * config.experts + tokens * config.experts_per_token * per_row
 
 
 def _round_up(count: int, multiple: int = 2 * _PANEL) -> int:
