@@ -257,11 +257,6 @@ class PipelineTimes:
         moved = (NARROW_OPTIMIZER_BYTES if narrow else OPTIMIZER_BYTES)[problem.optimizer]
         return np.asarray(updated * moved / layer_times.rates.memory)
 
-    def communicated_zero(self, zero: int) -> int:
-        """Return the ZeRO stage by which the communication of a step is predicted: 1 in place of 2 and 3 for engines
-        that, under a pipeline, communicate once a step only. zero: the layout's ZeRO stage."""
-        return communicated_zero_stage(zero, self.ranks, self.layer_times.problem.engine)
-
 
 def add_parts(times: Floats) -> Floats:
     """Return `times`, seconds [..., parts, candidates], summed over the parts."""
