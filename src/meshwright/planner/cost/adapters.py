@@ -74,25 +74,17 @@ def _freeze_operator(batch: MicroBatch, operator: Operator, adapted: Adapted | N
     if product is None or product.shape is None:
         return found
     if batch.config.adapter and batch.config.adapter.packed and name.startswith(PACKED):
-        found = found.replace(operations=(*_unpack_kernels(batch, product, input_gradient), *found.operations))
+        # The weight is dequantized before the product of the forward, and of the backward.
+        row = {"name": f"{name}.unpack", "work": f"unpacked_{batch.config.adapter.packed}"}
+        sizes = {"elements": product.shape[1] * product.shape[2], "count": 1}
+        unpack = elementwise_kernels(batch, row | {size: size for size in sizes}, sizes)
+        needed = [one for one in unpack if one.phase == "forward" or input_gradient]
+        found = found.replace(operations=(*needed, *found.operations))
     return found if adapted is None else _add_adapter(batch, found, product, adapted, input_gradient)
 
 
 PACKED = ("attention.", "mlp.up", "mlp.down", "mlp.shared.up", "mlp.shared.down")
 """Prefixes of the names of matrix products whose frozen weights `adapter.base` quantizes."""
-
-
-def _unpack_kernels(batch: MicroBatch, product: Operation, input_gradient: bool) -> Iterator[Operation]:
-    """Yield the kernels that dequantize the weight of a matrix product: one before the forward, and one before the
-    backward if `input_gradient` is True. product: the matrix product. input_gradient: True if the gradient of the
-    product's input is computed."""
-    assert batch.config.adapter and product.shape
-    row = {"name": f"{product.name}.unpack", "work": f"unpacked_{batch.config.adapter.packed}"}
-    sizes = {"elements": product.shape[1] * product.shape[2], "count": 1}
-    for forward in elementwise_kernels(batch, row | {name: name for name in sizes}, sizes):
-        yield forward
-        if input_gradient:
-            yield forward._replace(phase="input")
 
 
 def _add_adapter(

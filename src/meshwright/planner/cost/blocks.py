@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
+
 from meshwright.planner.cost.adapters import adapt_operators
 from meshwright.planner.cost.dimensions import Flags, layer_dimensions
 from meshwright.planner.cost.micro_batch import MicroBatch, Number, layer_kind
@@ -140,24 +142,18 @@ def _recomputed_operations(batch: MicroBatch, layer: list[Operation], mixed: boo
     every_second |= {"mlp.up": 0.5} if batch.config.gated else {}
     if any(one.name == f"{last}.adapter.b" for one in layer):  # one autograd function multiplies by all its matrices
         last = None
-    for one in layer:
-        if one.phase != "forward":
-            continue
-        core = one.kind == "attention" or one.name in _CORE
-        share: Number = 1.0
-        if kind == "full":
-            wanted = one.name != last
-        elif engine.selective == "core":
-            wanted = core or one.name == "attention.dropout"
-        elif engine.selective == "elementwise":
+    for one in (each for each in layer if each.phase == "forward"):
+        core, elementwise = one.kind == "attention" or one.name in _CORE, one.kind == "elementwise"
+        shares: dict[str, Number] = {  # fraction of the kernel that is repeated
+            "full": one.name != last,
+            "core": core or one.name == "attention.dropout",
             # The result of ring attention came over the wire: it is kept.
-            wanted = (core and not batch.ring) or one.kind == "elementwise"
-        elif engine.selective == "up-projections":
-            wanted = one.name.endswith(("norm", ".rotary", ".activation", "_up", "_up.cast"))
-        else:  # every second product
-            wanted = one.kind == "elementwise" or (one.kind == "product" and one.name in every_second)
-            share = every_second[one.name] if wanted and one.kind == "product" else 1.0
-        if wanted:
+            "elementwise": elementwise or (core and not batch.ring),
+            "up-projections": one.name.endswith(("norm", ".rotary", ".activation", "_up", "_up.cast")),
+            "every second product": elementwise or (one.kind == "product" and every_second.get(one.name, 0.0)),
+        }
+        share = 1.0 * shares["full" if kind == "full" else engine.selective]
+        if np.any(share):
             yield one._replace(phase="recompute", flops=share * one.flops, bytes=share * one.bytes)
 
 

@@ -141,16 +141,6 @@ def in_flight(
         waiting, queued = (np.stack([each + none for each in column]) for column in zip(*pairs, strict=True))
         return np.maximum(0.0, waiting), np.maximum(0.0, queued)
 
-    if schedule == "1f1b":
-        return moments((np.minimum(m, ranks - rank), none))
-    if schedule in ("gpipe", "looped-bfs"):
-        return moments((m, none))
-    if schedule == "interleaved":
-        return moments((np.minimum(m, (2 * after + (chunks - 1) * group + 1) / chunks), none))
-    if schedule == "interleaved-zb":
-        most = np.minimum(m, (p + (chunks - 1) * group) / chunks)
-        left = np.minimum(m, (rank + 1) / chunks)
-        return moments((most, none), (most - 1 / chunks, 1 / chunks + none), (most - left, left))
     if schedule in ("zb-h1", "zb-h2"):
         twice = 2 if schedule == "zb-h2" else 1
         most = np.minimum(m, twice * p - twice + 1)
@@ -158,8 +148,13 @@ def in_flight(
         lacking = np.maximum(0.0, twice * (p - 1) - most)
         left = np.minimum(most, np.maximum(1.0, twice * rank + 1 - lacking))
         return moments((waits, np.minimum(most - waits, left)), (most - left, left))
-    if schedule in V_SHAPED:
-        if schedule == "zb-v":
+    if schedule in (*V_SHAPED, "interleaved-zb"):
+        share = 0.5 if schedule in V_SHAPED else 1 / chunks  # of a rank's stages
+        if schedule == "interleaved-zb":
+            most = np.minimum(m, (p + (chunks - 1) * group) / chunks)
+            left = np.minimum(m, (rank + 1) / chunks)
+            rest = most - left
+        elif schedule == "zb-v":
             most = np.minimum(np.minimum(m, p), (m + 1 + rank) / 2)
             left = 0.5 + np.clip((rank + 1) * (m - p) / p, 0.0, rank)
             rest = np.minimum(after / 2, most - 0.5)
@@ -171,9 +166,12 @@ def in_flight(
             last = np.minimum(most, np.maximum(least, most - 2 * (m - most)))
             left = 1 + (last - 1) * rank / max(1, ranks - 1)
             rest = most - left
-        return moments((most, none), (most - 0.5, 0.5 + none), (rest, left))
+        return moments((most, none), (most - share, share + none), (rest, left))
     if schedule == "dualpipe":
         return moments((np.minimum(m, p + 1), none), (p - 1 + none, 1 + none), (none, p / 2 + none))
-    if schedule == "chimera":  # of both directions together
-        return moments((np.minimum(m, p / 2 + 1 + np.minimum(rank, after)), none))
-    return moments((np.minimum(m, 1.0 if schedule == "gems" else p), none))
+    most = {
+        "1f1b": ranks - rank, "gpipe": m, "looped-bfs": m, "gems": 1.0,
+        "interleaved": (2 * after + (chunks - 1) * group + 1) / chunks,
+        "chimera": p / 2 + 1 + np.minimum(rank, after),  # of both directions together
+    }.get(schedule, p)  # fmt: skip
+    return moments((np.minimum(m, most), none))

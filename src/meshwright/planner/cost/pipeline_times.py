@@ -3,7 +3,6 @@ stages, ZeRO's communication, gradient reductions and the optimizer step."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -113,17 +112,13 @@ class PipelineTimes:
         self.micro, self.transfer = micro, transfer
         self.replicas = sum(map(len, places)) // len(stages)
         kinds = [tuple(counts) for counts in layer_times.layer_counts(stages).tolist()]
-        _, which = find_distinct((of, one.first, one.last) for of, one in zip(kinds, stages, strict=True))
-        self.which = which.tolist()
-        self.examples = [stages[self.which.index(number)] for number in range(max(self.which) + 1)]
-        held = [Counter(self.which[number] for number in place) for place in places]
-        equal, of_place = find_distinct(frozenset(each.items()) for each in held)
+        distinct, self.which = find_distinct((of, one.first, one.last) for of, one in zip(kinds, stages, strict=True))
+        self.examples = [stages[at] for at in np.unique(self.which, return_index=True)[1]]
+        held = (np.bincount(self.which[list(place)], minlength=len(distinct)).tolist() for place in places)
+        equal, of_place = find_distinct(map(tuple, held))
+        self.of_rank = np.array(equal, dtype=np.float64)
         self.members = [np.flatnonzero(of_place == number).tolist() for number in range(len(equal))]
         self.counts = np.array([len(each) for each in self.members], dtype=np.float64)
-        self.of_rank = np.zeros((len(equal), len(self.examples)))
-        for number, members in enumerate(self.members):
-            for stage, times in held[members[0]].items():
-                self.of_rank[number, stage] = times
         self.of_kind = layer_times.layer_counts(self.examples).astype(np.float64)
         self.layers = self.of_kind.sum(axis=1)
         self.first, self.last = (np.array([getattr(one, end) for one in self.examples]) for end in ("first", "last"))
@@ -135,7 +130,7 @@ class PipelineTimes:
         """Return the seconds of a micro-batch in each distinct stage, with exposed communication of ZeRO-2 and 3: [s,
         phases, p, n] (dimensions: see the class). at_once: True if the last stage runs each backward directly after its
         forward; zero: ZeRO stage; groups: process groups."""
-        return self._sharded(at_once, zero, groups) if zero >= 2 else self._unsharded(at_once)
+        return self._stage_seconds(at_once, zero, groups) if zero >= 2 else self._stage_seconds(at_once, 0, None)
 
     def keeps_gradient(self, at_once: bool) -> Array:
         """Return for each candidate [n]: True if the forward of the last stage computes and saves the head's gradients.
@@ -144,28 +139,23 @@ class PipelineTimes:
         return self.layer_times.keeps_gradient(self.index, layers, at_once)
 
     @cached_method
-    def _unsharded(self, at_once: bool) -> Floats:
-        """Return the seconds of a micro-batch in each distinct stage, without communication of ZeRO-2 and 3: [s,
-        phases, p, n]. at_once: True if the last stage runs each backward directly after its forward."""
+    def _stage_seconds(self, at_once: bool, zero: int, groups: ProcessGroups | None) -> Floats:
+        """Compute the result of `stage_seconds`, with caching. groups: process groups of ZeRO-2 and 3, whose exposed
+        communication is added to the last part ("data"); None below ZeRO-2."""
         layer_times, index = self.layer_times, self.index
-        found: Floats = np.tensordot(self.of_kind, layer_times.layer[..., index], 1)
+        if groups is not None:
+            found = self._stage_seconds(at_once, 0, None).copy()
+            layers = self.layers[:, None]
+            gather, scatter = self.zero_seconds(zero, groups, (self.dense / layers, self.expert / layers))
+            forward, input_gradient, weight_gradient = np.moveaxis(add_parts(found), 1, 0)
+            back, slowdown = input_gradient + weight_gradient, groups.gradient_slowdown(True)
+            waits = exposed_zero_seconds(gather, scatter, layers, forward, back, slowdown)
+            found[:, :2, -1] += np.stack(waits, axis=1)
+            return found
+        found = np.asarray(np.tensordot(self.of_kind, layer_times.layer[..., index], 1))
         found[self.first] += layer_times.first[..., index]
         computed_later, kept = layer_times.last[..., index]
         found[self.last] += np.where(self.keeps_gradient(at_once), kept, computed_later)
-        return found
-
-    @cached_method
-    def _sharded(self, at_once: bool, zero: int, groups: ProcessGroups) -> Floats:
-        """Return the seconds of a micro-batch in each distinct stage: [s, phases, p, n]. The exposed communication of
-        ZeRO-2 and 3 is added to the last part ("data"). at_once: True if the last stage runs each backward directly
-        after its forward; zero: ZeRO stage; groups: process groups."""
-        found = self._unsharded(at_once).copy()
-        layers = self.layers[:, None]
-        gather, scatter = self.zero_seconds(zero, groups, (self.dense / layers, self.expert / layers))
-        forward, input_gradient, weight_gradient = np.moveaxis(add_parts(found), 1, 0)
-        back, slowdown = input_gradient + weight_gradient, groups.gradient_slowdown(True)
-        waits = exposed_zero_seconds(gather, scatter, layers, forward, back, slowdown)
-        found[:, :2, -1] += np.stack(waits, axis=1)
         return found
 
     def zero_seconds(
@@ -211,8 +201,7 @@ class PipelineTimes:
     def _rank_seconds(self, at_once: bool, zero: int, groups: ProcessGroups | None) -> tuple[Floats, BusiestRank]:
         """Compute the result of `rank_seconds`, with caching. groups: process groups of ZeRO-2 and 3, whose
         communication is included; None below ZeRO-2."""
-        times = self._unsharded(at_once) if groups is None else self._sharded(at_once, zero, groups)
-        ranks: Floats = np.tensordot(self.of_rank, times, 1)
+        ranks: Floats = np.tensordot(self.of_rank, self._stage_seconds(at_once, zero, groups), 1)
         return ranks, find_busiest_rank(add_parts(ranks) / self.replicas, self.counts)
 
     def makespan(
@@ -267,11 +256,6 @@ class PipelineTimes:
         narrow = problem.engine.narrow_states and problem.engine.gradient_bytes == layer_times.itemsize == 2
         moved = (NARROW_OPTIMIZER_BYTES if narrow else OPTIMIZER_BYTES)[problem.optimizer]
         return np.asarray(updated * moved / layer_times.rates.memory)
-
-    def communicated_zero(self, zero: int) -> int:
-        """Return the ZeRO stage by which the communication of a step is predicted: 1 in place of 2 and 3 for engines
-        that, under a pipeline, communicate once a step only. zero: the layout's ZeRO stage."""
-        return communicated_zero_stage(zero, self.ranks, self.layer_times.problem.engine)
 
 
 def add_parts(times: Floats) -> Floats:

@@ -17,7 +17,7 @@ from meshwright.planner.cost.bounds import Bounds, StepProperties, bound_seconds
 from meshwright.planner.cost.bubbles import followed_at_once
 from meshwright.planner.cost.communication import ProcessGroups
 from meshwright.planner.cost.layer_times import MICRO_BATCH_PARTS, UNCORRECTED, LayerTimes
-from meshwright.planner.cost.pipeline_times import OPTIMIZER_BYTES, PipelineTimes, place_stages
+from meshwright.planner.cost.pipeline_times import OPTIMIZER_BYTES, PipelineTimes, communicated_zero_stage, place_stages
 from meshwright.planner.cost.rates import straggler_terms
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.problem import Problem, StageCandidate
@@ -98,6 +98,7 @@ class StepPredictor:
             raise UserError(f'unknown optimizer "{problem.optimizer}" (known: {", ".join(OPTIMIZER_BYTES)})')
         self.problem, self.layout = problem, layout
         self.at_once = followed_at_once(layout.schedule, layout.pp)
+        self.zero = communicated_zero_stage(layout.zero, layout.pp, problem.engine)
         self.layer_times = layer_times or LayerTimes(
             problem, [StageCandidate(layout, problem.batch // share)], step_factors
         )
@@ -120,7 +121,7 @@ class StepPredictor:
         if simulate and layout.pp > 1:
             program = program_for(layout, problem.config, problem.sequence)
         of = self.pipeline(program)
-        priced = self.at_once, of.communicated_zero(layout.zero), groups
+        priced = self.at_once, self.zero, groups
         ranks, _ = of.rank_seconds(*priced)
         totals = layout.micro_batches / of.replicas * ranks[..., 0]
         busiest = totals.sum(axis=(1, 2)).argmax()
@@ -155,7 +156,7 @@ class StepPredictor:
     def durations(self, pipeline: PipelineTimes, factor: float = 1.0) -> Durations:
         """Return the seconds, multiplied by `factor`, of forward, input-gradient and weight-gradient passes in each
         stage, and of messages. pipeline: times of the pipeline."""
-        times = pipeline.stage_seconds(self.at_once, pipeline.communicated_zero(self.layout.zero), self.groups)
+        times = pipeline.stage_seconds(self.at_once, self.zero, self.groups)
         forward, back, weight = factor * times[..., 0].sum(axis=-1)[pipeline.which].T
         return Durations(forward, back, weight, factor * self.transfer if self.layout.pp > 1 else 0.0)
 
@@ -172,22 +173,13 @@ class StepPredictor:
     def data_seconds(self) -> float:
         """Return the seconds of a step during which a rank communicates for data parallelism, overlapped or not."""
         of, layout = self.pipeline(None), self.layout
-        zero = of.communicated_zero(layout.zero)
-        gathers, sums = of.once_calls(zero, self.groups)
+        gathers, sums = of.once_calls(self.zero, self.groups)
         once = (gathers + sums)[:, 0]
-        if zero < 2:
+        if self.zero < 2:
             return float(once.max())
         layers = (of.of_rank @ of.layers)[:, None]  # a call each, as in the exposed time: each has its latency
-        gather, scatter = of.zero_seconds(zero, self.groups, (of.rank_dense / layers, of.rank_expert / layers))
+        gather, scatter = of.zero_seconds(self.zero, self.groups, (of.rank_dense / layers, of.rank_expert / layers))
         return float((once + layout.micro_batches / of.replicas * (layers * (2 * gather + scatter))[:, 0]).max())
-
-
-def pipeline_durations(problem: Problem, layout: Layout, step_factors: Floats) -> tuple[PipelineProgram, Durations]:
-    """Return (schedule program of a layout, predicted seconds of its passes and messages), for drawing. step_factors:
-    for each part of a micro-batch, the factor by which it takes longer than its operations timed alone."""
-    step = StepPredictor(problem, layout, step_factors)
-    program = program_for(layout, problem.config, problem.sequence)
-    return program, step.durations(step.pipeline(program), problem.cluster.time_factor)
 
 
 def default_precision(cluster: Cluster) -> str:

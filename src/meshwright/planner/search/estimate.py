@@ -81,7 +81,7 @@ class Estimate:
     @property
     def communication_seconds(self) -> float:
         """Seconds of a step during which the busiest rank communicates, overlapped communication included."""
-        data = self.problem.cluster.time_factor * _step(self.problem, self.layout).data_seconds()
+        data = self.problem.cluster.time_factor * predict_step(self.problem, self.layout).data_seconds()
         return self.exposed_seconds + max(0.0, data - self.time.breakdown["data"])
 
     @property
@@ -197,14 +197,14 @@ def estimate_layout(problem: Problem, layout: Layout, step: StepPredictor | None
     refuse(layout, problem.config, problem.batch, problem.sequence, problem.cluster.devices, planning=True)
     if layout.offload is not None:
         raise UserError(f'layout "{layout}": offloading is not priced yet; remove offload:{layout.offload}')
-    time = (step or _step(problem, layout)).price()
+    time = (step or predict_step(problem, layout)).price()
     memory = fullest_rank(problem, layout)
     warnings = _warnings(problem, layout, memory)
     warnings += [f"{line}, so the range of the step time is wider" for line in time.bounds.outside]
     return Estimate(problem, layout, time, memory, tuple(warnings))
 
 
-def _step(problem: Problem, layout: Layout) -> StepPredictor:
+def predict_step(problem: Problem, layout: Layout) -> StepPredictor:
     """Return the predictor of the step time of a layout for a planning problem."""
     return StepPredictor(problem, layout, measured_step_factors(problem.cluster, problem.precision, problem.engine))
 

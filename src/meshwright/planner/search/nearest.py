@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -65,20 +63,16 @@ def _least(problem: Problem, screened: ScreenedLayouts) -> Estimate | None:
     """Return the estimate of the layout with the lowest memory peak by the memory ledger; if several fit, of the
     fastest. None if training cannot run any layout that was tried. screened: closed-form predictions; the layouts with
     the lowest predicted memory are tried."""
-    sized = islice(_layouts_by_memory(problem, screened), MOST_ASKED)
-    best = min(sized, key=lambda each: each[:2], default=None)
-    return None if best is None else estimate_layout(problem, best[2])
-
-
-def _layouts_by_memory(problem: Problem, screened: ScreenedLayouts) -> Iterator[tuple[float, float, Layout]]:
-    """Yield (bytes by the memory ledger, at least those that may be used; closed-form seconds of a step; layout) for
-    each layout that training can run, lowest closed-form memory first."""
+    sized: list[tuple[float, float, Layout]] = []  # bytes, at least those that may be used; closed-form seconds; layout
     for at in np.argsort(screened.bytes, kind="stable"):
         layout = screened.layout(at)
         if problem.accepts(layout):
             with suppress(UserError):
                 size = fullest_rank(problem, layout).device_bytes
-                yield max(float(size), problem.usable_bytes), float(screened.seconds[at]), layout
+                sized.append((max(float(size), problem.usable_bytes), float(screened.seconds[at]), layout))
+        if len(sized) == MOST_ASKED:
+            break
+    return estimate_layout(problem, min(sized, key=lambda each: each[:2])[2]) if sized else None
 
 
 def _enough(least: Estimate) -> Estimate | None:

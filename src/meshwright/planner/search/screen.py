@@ -15,7 +15,7 @@ from meshwright.planner.cost.bubbles import followed_at_once, in_flight, stages_
 from meshwright.planner.cost.cached import cached_method
 from meshwright.planner.cost.communication import Array, ProcessGroups
 from meshwright.planner.cost.layer_times import LayerTimes
-from meshwright.planner.cost.pipeline_times import PipelineTimes
+from meshwright.planner.cost.pipeline_times import PipelineTimes, communicated_zero_stage
 from meshwright.planner.cost.rates import straggler_terms
 from meshwright.planner.cost.reference_step import measured_step_factors
 from meshwright.planner.memory.activation_bytes import ActivationBytes, state_bytes_per_parameter, state_sizes
@@ -195,7 +195,7 @@ class _Pipeline:
             dense = dense - np.outer(both / of.replicas**2, matrix)
         stay = state_sizes(problem, zero, dense, shards) + state_sizes(problem, zero, expert, expert_shards)
         layer, itemsize = np.zeros(stay.shape[1]), self.grid.layer_times.itemsize
-        if of.communicated_zero(zero) < zero:  # held until the pipeline ends
+        if communicated_zero_stage(zero, of.ranks, problem.engine) < zero:  # held until the pipeline ends
             gathered = itemsize if zero == 3 else 0
             stay = stay + (dense + expert) * (gathered + state_bytes_per_parameter(problem).gradients)
         elif zero >= 2:
@@ -236,14 +236,15 @@ def _screen_pipeline(
     at_once = followed_at_once(pipeline.schedule, pipeline.ranks)
     activations = costs.activations(pipeline, at_once) + costs.passing
     makespans: dict[tuple[int, bool], Floats] = {}
-    for zero, inside in product(grid.layer_times.problem.engine.zero, (False, True)):
+    engine = grid.layer_times.problem.engine
+    for zero, inside in product(engine.zero, (False, True)):
         if inside and not zero:
             continue
         sharding = grid.sharding[inside]
         chosen = fits & sharding.fits if zero else fits
         if not chosen.any():
             continue
-        priced = at_once, costs.of.communicated_zero(zero), sharding.groups
+        priced = at_once, communicated_zero_stage(zero, pipeline.ranks, engine), sharding.groups
         key = (priced[1], inside) if priced[1] >= 2 else (0, False)
         if key not in makespans:
             makespans[key] = costs.of.makespan(pipeline.schedule, pipeline.chunks, *priced)[0]

@@ -14,11 +14,9 @@ from meshwright.draw.page import paragraph, table
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.api import Plan
-from meshwright.planner.cost.reference_step import measured_step_factors
-from meshwright.planner.cost.step_time import pipeline_durations
 from meshwright.planner.memory.ledger import Ledger
 from meshwright.planner.memory.rank_memory import distinct_ranks, memory_of, merge_layers
-from meshwright.planner.search.estimate import Estimate
+from meshwright.planner.search.estimate import Estimate, predict_step
 from meshwright.planner.search.nearest import Nearest
 from meshwright.planner.search.search import SearchResult
 from meshwright.planner.show import text
@@ -27,6 +25,7 @@ from meshwright.planner.show.pictures import memory_bars, memory_time_scatter, t
 from meshwright.program.simulate_pipeline import simulate_pipeline
 from meshwright.program.timeline import build_pipeline_timeline
 from meshwright.spec.refuse import refuse
+from meshwright.spec.stage_times import program_for
 
 MOST_RANKS = 64
 """Maximum number of pipeline ranks whose memory is drawn; of more, only ranks with different stages are."""
@@ -151,8 +150,8 @@ def _pipeline(estimate: Estimate) -> Iterator[Markup]:
     problem, layout = estimate.problem, estimate.layout
     short = _shortened(estimate)
     part = replace(problem, batch=problem.batch // layout.micro_batches * short.micro_batches)
-    factors = measured_step_factors(problem.cluster, problem.precision, problem.engine)
-    program, durations = pipeline_durations(part, short, factors)
+    step, program = predict_step(part, short), program_for(short, problem.config, problem.sequence)
+    durations = step.durations(step.pipeline(program), problem.cluster.time_factor)
     many = f", with {short.micro_batches} of its {layout.micro_batches} micro-batches" if short != layout else ""
     timeline = replace(build_pipeline_timeline(program, simulate_pipeline(program, durations)), time_title="seconds")
     yield paragraph(f"Seconds since the first forward{many}.", muted=True)

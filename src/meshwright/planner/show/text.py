@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from meshwright.collectives.quantities import GIB
 from meshwright.layout import Layout
 from meshwright.planner.calibrate import RunFigures
 from meshwright.planner.cost.bounds import StepProperties, bound_seconds
@@ -43,7 +42,7 @@ def headline(problem: Problem, model: str) -> str:
         f"{model}: {_count(total)} parameters{active}; "
         f"{problem.batch:,} sequence{'s' * (problem.batch > 1)} of {problem.sequence:,} tokens on "
         f"{cluster.name} ({cluster.devices:,} devices, "
-        f"{cluster.device.memory_bytes / GIB:.1f} GiB each{reserved}); {problem.engine.name}{compiled}, "
+        f"{format_size(cluster.device.memory_bytes)} each{reserved}); {problem.engine.name}{compiled}, "
         f"{problem.precision}{calibrated}"
     )
 
