@@ -253,9 +253,10 @@ def test_directory_without_generative_model_is_refused(model: mw.Model, copy: Pa
     ):
         with pytest.raises(UserError, match=reason):
             model.generate([prompt], **options)  # type: ignore[list-item, arg-type]
-    single: Any = 5
-    with pytest.raises(UserError, match="prompt: takes a text or a list of token IDs, not int"):
-        model.generate(single)
+    singles: dict[str, Any] = {"int": 5, "ndarray": np.array(5), "Tensor": torch.tensor(5), "dict": {"prompt": "x"}}
+    for kind, single in singles.items():
+        with pytest.raises(UserError, match=f"prompt: takes a text or a list of token IDs, not {kind}"):
+            model.generate(single)
     (copy / "generation_config.json").write_text("[")
     with pytest.raises(UserError, match="generation_config.json is not a JSON object"):
         mw.load(copy, device="cpu")

@@ -231,14 +231,15 @@ class Model:
             [3, 3]
         """
         check_options(self.generate, options, GenerationOptions)
-        single = not isinstance(prompts, Iterable) or isinstance(prompts, str)
-        given = [self._make_answers(each, options) for each in ([prompts] if single else prompts)]
+        several = isinstance(prompts, Iterable) and not isinstance(prompts, str | Mapping)
+        several = several and getattr(prompts, "ndim", None) != 0  # an array without dims
+        given = [self._make_answers(each, options) for each in (prompts if several else [prompts])]
         answers = {answer.request.id: answer for each in given for answer in each}
         requests = [answer.request for answer in answers.values()]
         for output in self._run(requests, lambda request_id: answers[request_id].finish_reason is not None):
             answers[output.request_id].add(output)
         found = [first.generation for first, *_ in given]
-        return found[0] if single else found
+        return found if several else found[0]
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> TextStream:
         """Generate text after a single prompt; return an iterator over the text. prompt: a text or a list of token IDs.
