@@ -32,7 +32,7 @@ def check_pool(pool: BlockPool, held: Mapping[int, Sequence[Iterable[int]]]) -> 
 
 def check_scheduler(scheduler: Scheduler) -> None:
     """Assert that the pool's blocks are those of the sequences and of their tables, that no sequence holds more than
-    its most, and that the admission state is safe."""
+    its most, that the admission state is safe, and that at least one sequence can run."""
     held = {
         each.age: [table[released:] for table, released in zip(each.tables, each.released, strict=True)]
         for each in scheduler._admitted
@@ -43,3 +43,4 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert not any(any(table[:count]) for table, count in zip(each.tables, each.released, strict=True))
     scheduler._state = None
     assert scheduler._get_admission_state().safe
+    assert scheduler.stats["places"] >= 1

@@ -460,9 +460,12 @@ def test_places_are_those_that_run_while_the_next_request_lacks_blocks(longest: 
     step(scheduler, runner)
     assert (scheduler.stats["waiting"], scheduler.stats["places"]) == (4 - together, together)
     while not scheduler.idle:
-        step(scheduler, runner)
+        batch = scheduler.schedule()
         stats = scheduler.stats
+        assert batch is not None
+        scheduler.record_results(batch, sample_batch(batch, runner.run(batch)))
         assert stats["places"] == (stats["running"] + stats["paused"] if stats["waiting"] else 8)
+        assert scheduler.stats["places"] == stats["places"], "ends of sequences are no lack of blocks"
 
 
 def test_request_that_waits_for_a_common_prefix_leaves_places_open_after_blocks_were_lacking():
@@ -475,6 +478,33 @@ def test_request_that_waits_for_a_common_prefix_leaves_places_open_after_blocks_
         step(scheduler, runner)
     assert (scheduler.stats["running"], scheduler.stats["places"]) == (1, 8)
     finish(scheduler, runner)
+
+
+@pytest.mark.parametrize(("blocks", "places"), [(200, 8), (10, 1)])
+def test_request_that_waits_for_the_turn_of_a_pipeline_group_closes_no_places(blocks: int, places: int):
+    """A burst enters in turns, one sequence more than the other group has; only a lack of KV blocks closes places, and
+    does so in the turn of either group."""
+    scheduler, runner = make(blocks, groups=2, max_sequences=8)
+    for number in range(8):
+        scheduler.add(Request(str(number), prompt(10, number), Sampling(max_tokens=140)))
+    first = scheduler.schedule(0)
+    assert first is not None and scheduler.stats["places"] == 8
+    scheduler.schedule(1)
+    assert scheduler.stats["waiting"] and scheduler.stats["places"] == places
+    scheduler.record_results(first, sample_batch(first, runner.run(first)))
+    scheduler.schedule(0)
+    assert scheduler.stats["waiting"] and scheduler.stats["places"] == places
+
+
+def test_request_that_no_step_has_considered_closes_no_places():
+    scheduler, runner = make(10, max_sequences=8)
+    for name in ("long", "blocked"):
+        scheduler.add(Request(name, prompt(10), Sampling(max_tokens=140)))
+    step(scheduler, runner)
+    assert scheduler.stats["places"] == 1
+    scheduler.cancel("blocked")
+    scheduler.add(Request("new", prompt(10), Sampling(max_tokens=5)))
+    assert scheduler.stats["places"] == 8
 
 
 def test_request_that_can_never_run_is_refused():

@@ -8,7 +8,7 @@ import math
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from typing import Any
 
 from meshwright.serving.admission import AnswerLengthRatio
@@ -20,6 +20,8 @@ COUNTERS = ("pauses", "prefix_queries", "prefix_hits", "kernel_seconds")
 """Figures of a step's report that are totals since the start of the replica's ranks."""
 PREDICTION_SECONDS = 0.1
 """Age up to which a prediction of the queue is reused: for a long queue it takes milliseconds."""
+MAX_PREDICTED = 1024
+"""Number of requests whose admission is predicted one by one; the wait of more is proportional to their number."""
 
 TIMES_PREDICTED = 10.0
 """Multiple of its predicted time up to which a step does not count as hanging."""
@@ -172,14 +174,16 @@ class Replica:
         now = time.monotonic()
         if not self.streams:
             return 0.0
+        count = min(whole := count, MAX_PREDICTED)
         if now - self._predicted > PREDICTION_SECONDS or count > len(self._admissions):
-            running = [self._estimate_work(each, len(each.tokens)) for each in self.streams.values() if each.tokens]
-            queue = sorted(self.streams.values(), key=lambda each: bool(each.tokens))  # then, like the running ones
-            waiting = islice(cycle(self._estimate_work(each, 0) for each in queue), 2 * count)
-            places = max(1, self.report["places"])
-            self._admissions = self.step_times.predict_admissions(running, waiting, places, self.groups)
-            self._predicted = now
-        left = self._admissions[count - 1] - (now - self.last_message)  # the state is that of the last step
+            streams = sorted(self.streams.values(), key=lambda each: not each.tokens)  # those that run come first
+            unfinished = (self._estimate_work(each, len(each.tokens)) for each in streams)
+            later = cycle(self._estimate_work(each, 0) for each in streams)
+            admitted = min(len(streams), self.report["running"] + self.report["paused"])
+            requests = islice(chain(unfinished, later), admitted + 2 * count)
+            found = self.step_times.predict_admissions(requests, self.report["places"], self.groups)
+            self._admissions, self._predicted = found[admitted:], now
+        left = self._admissions[count - 1] * whole / count - (now - self.last_message)  # the state is the last step's
         return left if left > 0 else self._predict_step()
 
     @property

@@ -96,7 +96,7 @@ class Scheduler:
         self._answers = AnswerLengthRatio()
         self._state: AdmissionState | None = None  # of this step
         self._refused: tuple[Sequence, int] | None = None  # head of the queue, and `pool.releases` at that time
-        self._waits_for_prefix = False  # the head of the queue, in this step
+        self._blocked: tuple[Sequence | None, int] = None, 0  # head of the queue without KV blocks, sequences admitted
         self._totals = Counter(prefix_queries=0, prefix_hits=0, pauses=0)
 
     def add(self, request: Request) -> None:
@@ -126,7 +126,7 @@ class Scheduler:
     def schedule(self, group: int = 0) -> StepBatch | None:
         """Return the next batch for a pipeline group (0 without a pipeline); None if no sequence of the group can run.
         The group's previous batch must have been recorded."""
-        self._state, self._waits_for_prefix = None, False
+        self._state = None
         if self._queue:
             self._admit(group)
         mine = [sequence for sequence in self._admitted if sequence.group == group]  # by age
@@ -182,12 +182,13 @@ class Scheduler:
     @property
     def stats(self) -> dict[str, int]:
         """Figures by name. Present numbers of sequences: `waiting`, `running`, `paused` (they keep their KV blocks, but
-        cannot get more), and `places`, the number that can run at a time: those that run if others wait, the maximum if
-        none waits, or if the next one waits only for the KV blocks of a common prefix. Present numbers of KV blocks:
-        `free` (without content), `cached` (evictable), `held`. Totals: `prefix_queries` and `prefix_hits` (tokens
-        looked up and found in the prefix cache), `pauses` of sequences."""
+        cannot get more), and `places`, the number that can run at a time: those that ran in this step if the next one
+        lacks KV blocks, else the maximum, also while the next one waits for the turn of a pipeline group, or for the KV
+        blocks of a common prefix. Present numbers of KV blocks: `free` (without content), `cached` (evictable), `held`.
+        Totals: `prefix_queries` and `prefix_hits` (tokens looked up and found in the prefix cache), `pauses` of
+        sequences."""
         paused, admitted = sum(sequence.paused for sequence in self._admitted), len(self._admitted)
-        places = admitted if self._queue and not self._waits_for_prefix else self._sizes.max_sequences
+        places = self._blocked[1] if self._blocked[0] in self._queue[:1] else self._sizes.max_sequences
         sequences = {"waiting": len(self._queue), "running": admitted - paused, "paused": paused, "places": places}
         return {**sequences, **self.pool.stats, **self._totals}
 
@@ -211,15 +212,15 @@ class Scheduler:
         while self._queue and len(self._admitted) < self._sizes.max_sequences:
             if sizes[group] > min(sizes[each] for each in range(self._groups)):
                 break
-            sequence = self._queue[0]
+            sequence, self._blocked = self._queue[0], (self._queue[0], len(self._admitted))
             if self._refused == (sequence, self.pool.releases):
                 break
             if not sequence.scores_prompt:  # else the prefix is empty
                 sequence.chain.extend(sequence.tokens)
             most = (len(sequence.tokens) - 1) // BLOCK_TOKENS  # without the last token, whose logits are needed
             count, found = self.pool.find(sequence.chain.hashes[:most], self.windows)
-            self._waits_for_prefix = self._should_wait_for_prefix(sequence, count)
-            if self._waits_for_prefix:
+            if self._should_wait_for_prefix(sequence, count):
+                self._blocked = None, 0
                 break
             youngest = [[self.pool.find_youngest_holder(block) for block in blocks] for blocks in found]
             places = {each.age: place for place, each in enumerate(self._admitted)}

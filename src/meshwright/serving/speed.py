@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import heapq
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 FORGETTING = 0.98  # weight of a step relative to the next one: about the last 50 count
@@ -72,21 +71,19 @@ class StepTimes:
             c = max(0.0, (target_c - ac * a - bc * b) / cc) if cc else c
         self.coefficients = a, b, c
 
-    def predict_admissions(
-        self, running: Sequence[Work], waiting: Iterable[Work], max_sequences: int, groups: int = 1
-    ) -> list[float]:
-        """Return the predicted seconds until each request of `waiting` is admitted, in their order.
+    def predict_admissions(self, requests: Iterable[Work], max_sequences: int, groups: int = 1) -> list[float]:
+        """Return the predicted seconds until each request is admitted and its prompt computed, in their order.
 
         The prediction assumes that each running sequence decodes one token in every `groups` steps, and that each
-        sequence that ends lets the next request be admitted and prefilled. running, waiting: remaining work of the
-        requests. max_sequences: maximum number of sequences that run at a time. groups: number of groups (pipeline
-        stages) among which the sequences are divided; a step computes one group.
+        sequence that ends lets the next request be admitted and prefilled. requests: remaining work of the requests,
+        those that run already first. max_sequences: maximum number of sequences that run at a time. groups: number of
+        groups (pipeline stages) among which the sequences are divided; a step computes one group.
         """
         _, b, c = self.coefficients
         seconds, step, keys = 0.0, 0, 0
         ends: list[tuple[int, int]] = []  # heap of (step of the end, keys of a step of this sequence)
         admissions: list[float] = []
-        for work in itertools.chain(running, waiting):
+        for work in requests:
             while len(ends) >= max_sequences:
                 end, context = heapq.heappop(ends)
                 seconds += (end - step) * groups * self.predict((len(ends) + 1) / groups, keys / groups)
@@ -96,4 +93,4 @@ class StepTimes:
             keys += context
             heapq.heappush(ends, (step + work.answer, context))
             admissions.append(seconds)
-        return admissions[len(running) :]
+        return admissions

@@ -13,7 +13,6 @@ import heapq
 import itertools
 import math
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -141,8 +140,7 @@ class WaitingLine:
         self._limits, self._clock, self._counter = limits, clock, itertools.count()
         self._places: dict[bytes, list[_Place]] = {}
         self._expected, self._late = set[_Place](), dict[_Place, None]()  # longest delay first; new requests pass these
-        self._numbers: list[int] = []  # of the expected places, ascending, once for each of a place's requests
-        self._tokens = 0  # of all expected places
+        self._requests = self._tokens = 0  # of all expected places
         self._ends: list[tuple[float, int, _Place]] = []  # heap of times, the number of each entry, and its place
 
     @property
@@ -205,7 +203,7 @@ class WaitingLine:
             return "", 0.0
         over = math.ceil(queue.waiting + ahead) - self._limits.requests
         reason = "requests" if over > 0 else ""
-        excess = queue.tokens + ahead * self._tokens / max(1, len(self._numbers)) - max(tokens, self._limits.tokens)
+        excess = queue.tokens + ahead * self._tokens / max(1, self._requests) - max(tokens, self._limits.tokens)
         if excess > 0:
             reason = reason or "tokens"
             freed = itertools.accumulate(queue.prompts)
@@ -223,19 +221,17 @@ class WaitingLine:
         The result is the number n of engine requests of clients that are expected to retry, times the average share of
         clients that do retry. The result is at least the smaller of n and 1 / `GUARD` of the limit on waiting requests,
         because the average adapts slowly."""
-        count = len(self._numbers) if place is None else bisect_left(self._numbers, place.number)
+        before = (each.requests for each in self._expected if place is not None and each.number < place.number)
+        count = self._requests if place is None else sum(before)
         return max(self.returning * count, min(count, self._limits.requests // GUARD))
 
     def _set_expected(self, place: _Place, expected: bool) -> None:
         """Mark the client of `place` as expected to retry (`expected` True) or not (False). A new request is refused if
         it would take room in the queue that an expected client needs."""
         if (place in self._expected) is not expected:
-            at = bisect_left(self._numbers, place.number)
-            if expected:
-                self._numbers[at:at] = [place.number] * place.requests
-            else:
-                del self._numbers[at : at + place.requests]
-            self._tokens += place.tokens if expected else -place.tokens
+            sign = 1 if expected else -1
+            self._requests += sign * place.requests
+            self._tokens += sign * place.tokens
             self._expected ^= {place}
 
     def _run_due_checks(self, now: float) -> None:
