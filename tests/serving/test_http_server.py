@@ -35,9 +35,11 @@ from pathlib import Path
 from meshwright.launcher.signals import StopSignals
 from meshwright.serving.gate import HttpSettings
 from meshwright.serving.http import HttpApp
+from meshwright.serving import http_server
 from meshwright.serving.http_server import open_socket, serve_http
 from tests.serving.fake_engine import FakeEngine, make_prompts
 
+http_server.READ_SECONDS = 0.3  # shorter than the requests in flight
 prompts = make_prompts(Path(sys.argv[1]))
 engine = FakeEngine(prompts)
 engine.step_seconds = 0.02
@@ -331,6 +333,29 @@ def test_client_that_does_not_read_delays_the_end_only_until_the_limit_for_readi
         ended.set()
         thread.join()
     assert len(signals.received) == 1
+
+
+def test_client_that_does_not_send_its_body_delays_the_end_only_until_the_limit_for_reading(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+):
+    """Its connection is closed, without another wait that ends in an internal error."""
+    monkeypatch.setattr(http_server, "READ_SECONDS", 0.1)
+    listener = open_socket("127.0.0.1", 0)
+    app, received = HttpApp(engine, engine.prompts, HttpSettings("m")), list[bytes]()
+
+    def stop() -> None:
+        with socket.create_connection(listener.getsockname()) as connection:
+            connection.sendall(post(b"{", size=100) + b" ")
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            received.append(read_all(connection))
+
+    with StopSignals() as signals:
+        thread = threading.Thread(target=stop)
+        thread.start()
+        assert asyncio.run(http_server.serve_http(app, listener, engine, signals, drain_seconds=3600)) == 1
+        thread.join()
+    assert received == [b""]
 
 
 def test_full_queue_refuses_large_body_unread_and_keeps_connection(

@@ -392,7 +392,7 @@ async def serve_http(
         again = asyncio.create_task(wait_for_signals(signals, 1 + signalled.done()))
         signalled.cancel()
         failing.cancel()
-        server.should_exit = True
+        server.should_exit, server.force_exit = True, bool(server.server_state.tasks)  # forced: no second wait
         await asyncio.wait((serving, again), return_when=asyncio.FIRST_COMPLETED)
         again.cancel()
         for connection in cast("set[_LimitedProtocol]", server.server_state.connections.copy()):
