@@ -181,7 +181,7 @@ class Replica:
             later = cycle(self._estimate_work(each, 0) for each in streams)
             admitted = min(len(streams), self.report["running"] + self.report["paused"])
             requests = islice(chain(unfinished, later), admitted + 2 * count)
-            found = self.step_times.predict_admissions(requests, self.report["places"], self.groups)
+            found = self.step_times.predict_admissions(requests, max(1, self.report["places"]), self.groups)
             self._admissions, self._predicted = found[admitted:], now
         left = self._admissions[count - 1] * whole / count - (now - self.last_message)  # the state is the last step's
         return left if left > 0 else self._predict_step()
