@@ -131,7 +131,8 @@ struct Run {
     std::vector<Pairs> rounded;  // the rows of the current product: [inputs + 31][rounded_stride / 32][32]
     std::vector<QueryTile> tiles{};
     long spans = 1, tile_tokens = 1;  // most of any tile
-    // For the current operation: items of a tile and head, floats of a span's results, rounded rows of each matrix.
+    // For the current operation: items of a tile and head, floats of a span's results, rows of them or rounded rows of
+    // each matrix.
     long parts = 1, floats = 0, rows = 0;
     std::vector<long> done{}, ends{};  // parts of each tile and head; items up to the end of each matrix
 };
@@ -154,15 +155,16 @@ static void multiply(const Op& op, Run& run, long item, long count) {
 static void attend(const Op& op, Run& run, long item) {
     const long unit = item / run.parts, head = unit % op.cache.kv_heads;
     const QueryTile& tile = run.tiles[unit / op.cache.kv_heads];
-    const int32_t* positions = run.step->positions + tile.first;
-    const long first = first_visible(op, *positions) / SPAN_TOKENS, last = positions[tile.count - 1] / SPAN_TOKENS + 1;
+    const long first = first_visible(op, tile.position) / SPAN_TOKENS;
+    const long last = (tile.position + tile.count - 1) / SPAN_TOKENS + 1;
     const auto attend_one = op.cache.bf16 ? attend_span<bfloat16> : attend_span<float>;
     const bool alone = run.parts == 1;  // merges each result at once, else the last part merges them
-    float* scores = take_scratch(run.floats / partial_floats(op.cache.head_dim) * SPAN_TOKENS + 2 * run.floats);
-    float* sums = alone ? scores : run.partials.data() + unit * run.spans * run.floats;
+    const long panels = op.cache.keys ? 0 : (run.rows + LANES - 1) / LANES * LANES * (SPAN_TOKENS + op.cache.head_dim);
+    float* own = take_scratch(2 * run.floats + run.rows * SPAN_TOKENS + panels);
+    float* sums = alone ? own : run.partials.data() + unit * run.spans * run.floats;
     for (long span = item % run.parts; span < last - first; span += run.parts) {
         float* result = sums + (alone ? std::min(span, 1L) : span) * run.floats;
-        attend_one(op, *run.step, tile, head, first + span, result, scores + 2 * run.floats);
+        attend_one(op, *run.step, tile, head, first + span, result, own + 2 * run.floats);
         if (alone && span) merge(op, tile, sums, result);
     }
     if (std::atomic_ref(run.done[unit]).fetch_add(1) + 1 < run.parts) return;
@@ -187,7 +189,8 @@ static long begin_items(const Op& op, Run& run) {
             for (long e = 0, end = 0; e < op.matrix.count; ++e) run.ends[e] = end += Items(op, *run.step, e).count();
             return run.ends.back();
         case ATTENTION:
-            run.floats = run.tile_tokens * op.heads / op.cache.kv_heads * partial_floats(op.cache.head_dim);
+            run.rows = run.tile_tokens * op.heads / op.cache.kv_heads;
+            run.floats = run.rows * partial_floats(op.cache.head_dim);
             run.parts = units * run.spans * run.floats > MOST_PARTIALS ? 1 : run.spans;
             if (run.parts > 1) grow(run.partials, units * run.spans * run.floats);
             run.done.assign(units, 0);
@@ -249,7 +252,7 @@ struct Pool {
         run_ = {ops, count, step, std::move(run_.partials), std::move(run_.rounded)};
         for (long s = 0; s < step->sequences; ++s)
             for (long first = step->starts[s], end = step->starts[s + 1]; first < end; first += QUERY_TILE) {
-                run_.tiles.push_back({s, first, std::min(QUERY_TILE, end - first)});
+                run_.tiles.push_back({s, first, std::min(QUERY_TILE, end - first), step->positions[first]});
                 run_.tile_tokens = std::max(run_.tile_tokens, run_.tiles.back().count);
                 run_.spans = std::max(run_.spans, step->positions[end - 1] / SPAN_TOKENS + 1);
             }
