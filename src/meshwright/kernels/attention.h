@@ -33,9 +33,8 @@ static void softmax(const Op& op, float* scores, long blocks, long low, long hig
     store(sums + LANES, total);
 }
 
-// Adds the results of later keys for the rows of a tile; none of the keys may have been visible.
-static void merge(const Op& op, const QueryTile& tile, float* sums, const float* more) {
-    const long floats = partial_floats(op.cache.head_dim), rows = tile.count * op.heads / op.cache.kv_heads;
+// Adds the results of later keys for some rows; none of the keys may have been visible.
+static void merge(float* sums, const float* more, long rows, long floats) {
     for (long r = 0; r < rows; ++r, sums += floats, more += floats) {
         const float peak = std::max(sums[0], more[0]);  // the exponential of -inf - -inf is 0
         const Vec kept = exponential(broadcast(sums[0] - peak)), added = exponential(broadcast(more[0] - peak));
@@ -96,17 +95,5 @@ template <class W> static void attend_span(const Op& op, const Step& step, const
         for (long p = 0; p < 2 * parts; ++p) panel[p] = values[b + p / parts * TOGETHER] + p % parts * LANES;
         multiply<TOGETHER>(row.data(), rows, panel.data(), panel.data() + parts, parts, width,
                            std::min(tokens - b * BLOCK, BLOCK), sums + 2 * LANES, floats);
-    }
-}
-
-// Writes the attention outputs for the rows of a tile.
-static void finish_tile(const Op& op, const QueryTile& tile, long head, const float* sums) {
-    const long size = op.cache.head_dim, group = op.heads / op.cache.kv_heads;
-    for (long r = 0; r < tile.count * group; ++r, sums += partial_floats(size)) {
-        const long query_head = head * group + r % group;
-        float* to = op.out + (tile.first + r / group) * op.out_stride + query_head * size;
-        Vec norm = broadcast(sum(load(sums + LANES)));
-        if (op.bias) norm = norm + exponential(broadcast(op.bias[query_head] - sums[0]));  // the sink
-        for (long d = 0; d < size; d += LANES) store(to + d, load(sums + 2 * LANES + d) / norm, size - d);
     }
 }
