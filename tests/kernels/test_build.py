@@ -164,8 +164,8 @@ def test_instruction_set_that_the_processor_lacks_is_refused(monkeypatch: pytest
         load_kernels("amx")
 
 
-def test_sources_have_at_most_609_lines_of_code_of_at_most_120_columns():
+def test_sources_have_at_most_600_lines_of_code_of_at_most_120_columns():
     """Comments, blank lines and lines that only close brackets do not count (Python has none of the last)."""
     lines = [line for path in build.SOURCES for line in path.read_text().splitlines()]
     assert max(map(len, lines)) <= 120
-    assert sum(bool(line.partition("//")[0].strip().strip("{}();,")) for line in lines) <= 609
+    assert sum(bool(line.partition("//")[0].strip().strip("{}();,")) for line in lines) <= 600

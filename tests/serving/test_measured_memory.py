@@ -126,7 +126,9 @@ import json
 import sys
 import numpy as np
 from meshwright.kernels.choice import open_kernels
-from meshwright.kernels.operations import Attention, Experts, ExpertsWorkspace, LayerCache, Linear
+from meshwright.kernels.operations import (
+    Attention, Experts, ExpertsWorkspace, LatentAttention, LayerCache, Linear
+)
 from meshwright.monitoring.memory import read_peak_resident_bytes, read_resident_bytes, reset_peak_rss
 from tests.kernels.conftest import Batch, one_sequence
 
@@ -147,8 +149,7 @@ keys, values = (kernels.allocate(shape, np.uint16) for shape in LayerCache.compu
 cache, qkv = LayerCache(keys, values, size), fill(tokens, (heads + 2) * size)
 operations.append(Attention(fill(tokens, heads * size), qkv, cache, heads, 0.1))
 for kind, count, width in products:
-    x = fill(tokens, width * (count if kind == "heads" else 1))
-    out = fill(tokens, width if kind == "experts" else 16 * count)
+    x, out = fill(tokens, width), fill(tokens, width if kind == "experts" else 16 * count)
     if kind == "experts":
         space = ExpertsWorkspace(tokens, count, count, width, 16)
         for array in vars(space).values():
@@ -156,9 +157,16 @@ for kind, count, width in products:
                 array.fill(0)
         router = kernels.pack(fill(count, width), "float32")
         operations.append(Experts(out, x, router, pack(count, 32, width), pack(count, width, 16), space, count))
+    elif kind == "latent":  # heads with 16 features without and 16 with position, and vectors of `width` elements
+        cached, query = width + 16, 32 * count
+        keys, values = (fill(*shape) for shape in LayerCache.compute_shapes(1, 1, cached, latent=True))
+        wide, attended = fill(tokens, (count + 1) * cached + query), fill(tokens, count * cached)
+        up, tables = (pack(count, width, 16), pack(count, 16, width)), (fill(length, 8), fill(length, 8))
+        x, down, cache = fill(tokens, 16), pack(cached + query, 16), LayerCache(keys, values, cached)
+        norms = (fill(width, value=1), None, None)
+        operations.append(LatentAttention(out, x, down, *norms, *up, wide, None, attended, cache, *tables, 0.1))
     else:
-        steps = (16, width) if kind == "heads" else (0, 0)
-        operations.append(Linear(out, x, pack(count, 16, width), steps=steps))
+        operations.append(Linear(out, x, pack(16, width)))
 kernels.end_packing()
 
 
@@ -186,7 +194,7 @@ print(read_peak_resident_bytes() - before, kernels.instruction_set)
         ("qwen2-tiny", (16, 64, 131072), [("dense", 1, 98304), ("dense", 1, 131072), ("dense", 1, 4096)]),
         ("qwen2-tiny", (16, 64, 7168), [("dense", 1, 4096)]),  # just below the limit of `_SHARED_PARTIALS`
         ("qwen2-moe-tiny", (1, 16, 64), [("dense", 1, 32768), ("experts", 4, 20480)]),
-        ("deepseek-v2-tiny", (1, 16, 64), [("dense", 1, 1024), ("heads", 16, 4096)]),
+        ("deepseek-v2-tiny", (1, 16, 64), [("dense", 1, 1024), ("latent", 16, 4096)]),
     ],
 )
 def test_predicted_scratch_is_what_long_contexts_and_wide_products_take(
@@ -197,8 +205,8 @@ def test_predicted_scratch_is_what_long_contexts_and_wide_products_take(
     config, tokens, (heads, size, length) = small_config(name), 48, attention
     most = {kind: max(width for each, _, width in products if each == kind) for kind, _, _ in products}
     if config.latent is not None:
-        heads = 16
-        size = most["heads"] + config.latent.rotary_dim
+        latent = replace(config.latent, rank=most["latent"], rotary_dim=16)
+        config, heads, size = replace(config, latent=latent), 16, 32
     config = replace(config, head_dim=size, **({"experts_per_token": 4} if "experts" in most else {}))
     arguments = json.dumps((tokens, attention, products))
     done = subprocess.run([sys.executable, "-c", _GROW, arguments], capture_output=True, text=True, cwd=REPOSITORY)

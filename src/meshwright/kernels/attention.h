@@ -9,7 +9,7 @@ constexpr long MOST_PARTIALS = 2 << 20;  // floats
 constexpr long QUERY_TILE = 16;  // consecutive tokens of a sequence that share the reading of keys and values
 constexpr long TOGETHER = 4;  // most panels of a tile
 
-struct QueryTile { long sequence, first, count; };
+struct QueryTile { long sequence, first, count, position; };  // position: of the first token
 
 // Floats of the result of some keys for one query: the highest score [LANES, the first used], the sum of the weights by
 // lane [LANES], the weighted values [head size, padded].
@@ -33,9 +33,8 @@ static void softmax(const Op& op, float* scores, long blocks, long low, long hig
     store(sums + LANES, total);
 }
 
-// Adds the results of later keys for the rows of a tile; none of the keys may have been visible.
-static void merge(const Op& op, const QueryTile& tile, float* sums, const float* more) {
-    const long floats = partial_floats(op.cache.head_dim), rows = tile.count * op.heads / op.cache.kv_heads;
+// Adds the results of later keys for some rows; none of the keys may have been visible.
+static void merge(float* sums, const float* more, long rows, long floats) {
     for (long r = 0; r < rows; ++r, sums += floats, more += floats) {
         const float peak = std::max(sums[0], more[0]);  // the exponential of -inf - -inf is 0
         const Vec kept = exponential(broadcast(sums[0] - peak)), added = exponential(broadcast(more[0] - peak));
@@ -50,25 +49,23 @@ static long first_visible(const Op& op, long position) {
 }
 
 // The query heads of key-value head `head` for the tokens of a tile, over one span: a result for each row at `sums`.
-// scores: [rows][SPAN_TOKENS], overwritten.
+// scores: [rows][SPAN_TOKENS], then memory for the panels of latent attention, overwritten.
 template <class W> static void attend_span(const Op& op, const Step& step, const QueryTile& tile, long head, long span,
                                           float* sums, float* scores) {
     const Cache& cache = op.cache;
     const long size = cache.head_dim, floats = partial_floats(size), width = floats - 2 * LANES;
     const long group = op.heads / cache.kv_heads, rows = tile.count * group;
-    const int32_t* positions = step.positions + tile.first;
-    const long begin = std::max(first_visible(op, positions[0]) & -BLOCK, span * SPAN_TOKENS);
+    const long begin = std::max(first_visible(op, tile.position) & -BLOCK, span * SPAN_TOKENS);
     const auto inside = [&](long x) { return std::clamp(x, begin, (span + 1) * SPAN_TOKENS) - begin; };
-    const long tokens = inside(positions[tile.count - 1] + 1L), count = (tokens + BLOCK - 1) / BLOCK;
+    const long tokens = inside(tile.position + tile.count), count = (tokens + BLOCK - 1) / BLOCK;
     const int32_t* blocks = step.block_tables + (cache.table * step.sequences + tile.sequence) * step.table_width;
     // Latent attention multiplies the cached vectors, which are rows, by panels of 16 queries.
     const long panels = cache.keys ? 0 : (rows + LANES - 1) / LANES, columns = panels * LANES;
-    thread_local std::vector<float> packed;  // those, then their scores
-    packed.assign(columns * (size + SPAN_TOKENS), 0.0f);
+    float *packed = scores + rows * SPAN_TOKENS, *by_token = packed + columns * size;  // those, then their scores
     std::vector<const float*> row(rows), queries(panels);
     for (long r = 0; r < rows; ++r) {
         row[r] = op.in + (tile.first + r / group) * op.in_stride + (head * group + r % group) * size;
-        float* to = packed.data() + r / LANES * size * LANES;
+        float* to = packed + r / LANES * size * LANES;
         for (long d = 0; d < size && panels; ++d) queries[r / LANES] = to, to[d * LANES + r % LANES] = row[r][d];
     }
     // Keys, then values, which each tile prefetches for the tile after the next.
@@ -82,13 +79,13 @@ template <class W> static void attend_span(const Op& op, const Step& step, const
     for (long i = 0; i < count * BLOCK && panels; ++i) vectors[i] = values[i / BLOCK] + i % BLOCK * width;
     if (panels)
         multiply<TOGETHER>(vectors, count * BLOCK, queries.data(), queries.data(), panels, LANES, size,
-                           packed.data() + columns * size, columns, true);
+                           by_token, columns, true);
     else multiply<TOGETHER>(row.data(), rows, keys, keys + TOGETHER, count, LANES, size, scores, SPAN_TOKENS, true);
     std::fill_n(sums, rows * floats, 0.0f);
     for (long r = 0; r < rows; ++r) {
         float* to = scores + r * SPAN_TOKENS;
-        for (long i = 0; i < count * BLOCK && panels; ++i) to[i] = packed[columns * (size + i) + r];
-        const long position = positions[r / group];
+        for (long i = 0; i < count * BLOCK && panels; ++i) to[i] = by_token[i * columns + r];
+        const long position = tile.position + r / group;
         softmax(op, to, count, inside(first_visible(op, position)), inside(position + 1), sums + r * floats);
     }
     const long parts = ((cache.keys ? size : op.first) + LANES - 1) / LANES;
@@ -98,17 +95,5 @@ template <class W> static void attend_span(const Op& op, const Step& step, const
         for (long p = 0; p < 2 * parts; ++p) panel[p] = values[b + p / parts * TOGETHER] + p % parts * LANES;
         multiply<TOGETHER>(row.data(), rows, panel.data(), panel.data() + parts, parts, width,
                            std::min(tokens - b * BLOCK, BLOCK), sums + 2 * LANES, floats);
-    }
-}
-
-// Writes the attention outputs for the rows of a tile.
-static void finish_tile(const Op& op, const QueryTile& tile, long head, const float* sums) {
-    const long size = op.cache.head_dim, group = op.heads / op.cache.kv_heads;
-    for (long r = 0; r < tile.count * group; ++r, sums += partial_floats(size)) {
-        const long query_head = head * group + r % group;
-        float* to = op.out + (tile.first + r / group) * op.out_stride + query_head * size;
-        Vec norm = broadcast(sum(load(sums + LANES)));
-        if (op.bias) norm = norm + exponential(broadcast(op.bias[query_head] - sums[0]));  // the sink
-        for (long d = 0; d < size; d += LANES) store(to + d, load(sums + 2 * LANES + d) / norm, size - d);
     }
 }

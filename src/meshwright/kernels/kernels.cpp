@@ -128,18 +128,12 @@ static void combine(const Op& op, long t, float* out) {
 struct Run {
     const Op* ops; long count; const Step* step;
     std::vector<float> partials;  // results of spans that several items compute
-    std::vector<Pairs> rounded;  // the rows of the current product: [inputs + 31][rounded_stride / 32][32]
+    std::vector<Pairs> rounded;  // the inputs of the current product: [inputs + 31][rounded_stride / 32][32]
     std::vector<QueryTile> tiles{};
     long spans = 1, tile_tokens = 1;  // most of any tile
-    // For the current operation: items of a tile and head, floats of a span's results, rounded rows of each matrix.
-    long parts = 1, floats = 0, rows = 0;
+    long parts = 1, rows = 0, floats = 0;  // items of a tile and head, rows of a tile, floats of a span's results
     std::vector<long> done{}, ends{};  // parts of each tile and head; items up to the end of each matrix
 };
-
-// Rounded rows of the current product with matrix `index`: all rows, then the next matrix's if they differ.
-static bfloat16* rounded_rows(const Op& op, Run& run, long index) {
-    return (bfloat16*)run.rounded.data() + (op.in_step ? index * run.rows : 0) * rounded_stride(op.matrix.k);
-}
 
 static void multiply(const Op& op, Run& run, long item, long count) {
     for (long taken; count; item += taken, count -= taken) {
@@ -147,27 +141,36 @@ static void multiply(const Op& op, Run& run, long item, long count) {
         const Items items(op, *run.step, index);
         const long own = index ? item - run.ends[index - 1] : item, left = items.group - own % items.group;
         taken = std::min({count, left, items.rows > FEW_ROWS ? MOST_PAIRS : MOST_PAIRS_OF_FEW_ROWS});
-        multiply_items(op, items, own, taken, ROUNDS && op.matrix.bf16 ? rounded_rows(op, run, index) : nullptr);
+        multiply_items(op, items, own, taken, ROUNDS && op.matrix.bf16 ? run.rounded[0].value : nullptr);
     }
 }
 
+// Some spans of a tile and head. The item that is done last merges them in order and writes the outputs.
 static void attend(const Op& op, Run& run, long item) {
-    const long unit = item / run.parts, head = unit % op.cache.kv_heads;
+    const long unit = item / run.parts, head = unit % op.cache.kv_heads, size = op.cache.head_dim;
     const QueryTile& tile = run.tiles[unit / op.cache.kv_heads];
-    const int32_t* positions = run.step->positions + tile.first;
-    const long first = first_visible(op, *positions) / SPAN_TOKENS, last = positions[tile.count - 1] / SPAN_TOKENS + 1;
+    const long group = op.heads / op.cache.kv_heads, rows = tile.count * group, floats = partial_floats(size);
+    const long first = first_visible(op, tile.position) / SPAN_TOKENS;
+    const long spans = (tile.position + tile.count - 1) / SPAN_TOKENS - first + 1;
     const auto attend_one = op.cache.bf16 ? attend_span<bfloat16> : attend_span<float>;
-    const bool alone = run.parts == 1;  // merges each result at once, else the last part merges them
-    float* scores = take_scratch(run.floats / partial_floats(op.cache.head_dim) * SPAN_TOKENS + 2 * run.floats);
-    float* sums = alone ? scores : run.partials.data() + unit * run.spans * run.floats;
-    for (long span = item % run.parts; span < last - first; span += run.parts) {
+    const bool alone = run.parts == 1;  // merges each result at once
+    const long panels = op.cache.keys ? 0 : (run.rows + LANES - 1) / LANES * LANES * (SPAN_TOKENS + size);
+    float* own = take_scratch(2 * run.floats + run.rows * SPAN_TOKENS + panels);
+    float* sums = alone ? own : run.partials.data() + unit * run.spans * run.floats;
+    for (long span = item % run.parts; span < spans; span += run.parts) {
         float* result = sums + (alone ? std::min(span, 1L) : span) * run.floats;
-        attend_one(op, *run.step, tile, head, first + span, result, scores + 2 * run.floats);
-        if (alone && span) merge(op, tile, sums, result);
+        attend_one(op, *run.step, tile, head, first + span, result, own + 2 * run.floats);
+        if (alone && span) merge(sums, result, rows, floats);
     }
     if (std::atomic_ref(run.done[unit]).fetch_add(1) + 1 < run.parts) return;
-    for (long span = 1; span < last - first && !alone; ++span) merge(op, tile, sums, sums + span * run.floats);
-    finish_tile(op, tile, head, sums);
+    for (long span = 1; span < spans && !alone; ++span) merge(sums, sums + span * run.floats, rows, floats);
+    for (long r = 0; r < rows; ++r, sums += floats) {
+        const long query_head = head * group + r % group;
+        float* to = op.out + (tile.first + r / group) * op.out_stride + query_head * size;
+        Vec norm = broadcast(sum(load(sums + LANES)));
+        if (op.bias) norm = norm + exponential(broadcast(op.bias[query_head] - sums[0]));  // the sink
+        for (long d = 0; d < size; d += LANES) store(to + d, load(sums + 2 * LANES + d) / norm, size - d);
+    }
 }
 
 // Allocates the memory that the current operation shares, and does what one thread does alone; returns the number of
@@ -177,8 +180,8 @@ static long begin_items(const Op& op, Run& run) {
     const long rows = count_rows(op, *run.step), units = long(run.tiles.size()) * op.cache.kv_heads;
     switch (op.kind) {
         case ROUND: {
-            run.rows = !ROUNDS ? 0 : r.order ? r.ends[op.matrix.count - 1] : rows;
-            const long inputs = run.rows * (op.in_step ? op.matrix.count : 1);
+            const Items last(op, *run.step, op.matrix.count - 1);
+            const long inputs = ROUNDS ? last.begin + last.rows : 0;
             grow(run.rounded, (inputs + 31) * rounded_stride(op.matrix.k) / AMX_K);
             return inputs;
         }
@@ -187,7 +190,8 @@ static long begin_items(const Op& op, Run& run) {
             for (long e = 0, end = 0; e < op.matrix.count; ++e) run.ends[e] = end += Items(op, *run.step, e).count();
             return run.ends.back();
         case ATTENTION:
-            run.floats = run.tile_tokens * op.heads / op.cache.kv_heads * partial_floats(op.cache.head_dim);
+            run.rows = run.tile_tokens * op.heads / op.cache.kv_heads;
+            run.floats = run.rows * partial_floats(op.cache.head_dim);
             run.parts = units * run.spans * run.floats > MOST_PARTIALS ? 1 : run.spans;
             if (run.parts > 1) grow(run.partials, units * run.spans * run.floats);
             run.done.assign(units, 0);
@@ -210,8 +214,8 @@ static void execute(const Op& op, Run& run, long item, long count) {
         switch (op.kind) {
             case EMBED: embed(op, *run.step, item, out); break;
             case NORM: normalise(op, in, out, op.weight, op.size, op.mode); break;
-            case ROUND: round_row(input_of(op, item % run.rows, item / run.rows), op.matrix.k,
-                                  rounded_rows(op, run, 0) + item * rounded_stride(op.matrix.k)); break;
+            case ROUND: round_row(input_of(op, item, count_rows(op, *run.step)), op.matrix.k,
+                                  run.rounded[0].value + item * rounded_stride(op.matrix.k)); break;
             case ROPE_STORE: (op.cache.bf16 ? rope_store<bfloat16> : rope_store<float>)(op, *run.step, item); break;
             case ATTENTION: attend(op, run, item); break;
             case ROUTE: route(op, item, out); break;
@@ -249,7 +253,7 @@ struct Pool {
         run_ = {ops, count, step, std::move(run_.partials), std::move(run_.rounded)};
         for (long s = 0; s < step->sequences; ++s)
             for (long first = step->starts[s], end = step->starts[s + 1]; first < end; first += QUERY_TILE) {
-                run_.tiles.push_back({s, first, std::min(QUERY_TILE, end - first)});
+                run_.tiles.push_back({s, first, std::min(QUERY_TILE, end - first), step->positions[first]});
                 run_.tile_tokens = std::max(run_.tile_tokens, run_.tiles.back().count);
                 run_.spans = std::max(run_.spans, step->positions[end - 1] / SPAN_TOKENS + 1);
             }

@@ -29,10 +29,10 @@ class StepArrays(Protocol):
     tables, one for each sliding-window size among the model's layers; for W = 1 the dimension W may be left out.
 
     tokens, positions: [T], token IDs and positions in their sequences. starts: [S + 1]; sequence s has the tokens with
-    the indices starts[s] to starts[s + 1] (exclusive). slots: [W, T], for each block table and token, the KV-cache slot
-    of the token's key and value: block * 16 + offset in the block. block_tables: [W, S, blocks], KV blocks of each
-    sequence. output_rows: [R], indices of the tokens whose logits are needed. `serving.scheduler.StepBatch` is such a
-    batch."""
+    the indices starts[s] to starts[s + 1] (exclusive), whose positions are consecutive. slots: [W, T], for each block
+    table and token, the KV-cache slot of the token's key and value: block * 16 + offset in the block. block_tables:
+    [W, S, blocks], KV blocks of each sequence. output_rows: [R], indices of the tokens whose logits are needed.
+    `serving.scheduler.StepBatch` is such a batch."""
 
     tokens: Int32  # [T]
     positions: Int32  # [T]

@@ -40,8 +40,9 @@ template <class X, class W, int R, int P>
                                             long depth, float* sums, long columns, bool fresh) {
     Vec total[R][P] = {};
     constexpr bool pairs = std::is_same_v<W, Pairs>;
-    for (long k = 0; k + pairs < depth; k += 1 + pairs) {
-        const long at = k / (1 + pairs) * stride;
+    for (long k = 0; k < depth; k += 1 + pairs) {
+        // After an odd k panels and rounded rows have a 0.
+        const long at = k / (1 + pairs) * stride, second = std::min(k + 1, depth - 1);
         UNROLL for (int p = 0; p < P; ++p) _mm_prefetch((const char*)(next[p] + at), _MM_HINT_T1);
         UNROLL for (int p = 0; p < P; ++p) {
 #ifdef __AVX512BF16__  // VDPBF16PS adds x[0] times the even and x[1] times the odd k
@@ -57,14 +58,10 @@ template <class X, class W, int R, int P>
             UNROLL for (int odd = 0; odd <= pairs; ++odd) {
                 const Vec weights = load_k(w[p] + at, odd);
                 UNROLL for (int r = 0; r < R; ++r)
-                    total[r][p] = fma(broadcast(to_float(x[r][k + odd])), weights, total[r][p]);
+                    total[r][p] = fma(broadcast(to_float(x[r][odd ? second : k])), weights, total[r][p]);
             }
         }
     }
-    if (pairs && std::is_same_v<X, float> && depth % 2)  // an odd k is the last of the matrix
-        UNROLL for (int p = 0; p < P; ++p)
-            UNROLL for (int r = 0; r < R; ++r)
-                total[r][p] = fma(broadcast(x[r][depth - 1]), load_k(w[p] + depth / 2 * stride, false), total[r][p]);
     UNROLL for (int r = 0; r < R; ++r)
         UNROLL for (int p = 0; p < P; ++p) {
             float* sum = sums + r * columns + p * LANES;
@@ -166,8 +163,7 @@ template <class W> static void multiply_panels(const void* const* x, long rows, 
     using X = std::conditional_t<rounds, bfloat16, float>;
     const W* at[2 * MOST_PAIRS_OF_FEW_ROWS + 2]; const X* row[BLOCK_ROWS];
     for (long begin = 0; begin < w.k; begin += SECTION, fresh = false) {
-        // Rounded rows and panels have a 0 after an odd k.
-        const long depth = std::min(SECTION, w.k + (rounds & w.k) - begin), stride = 2 * (64 / sizeof(W));
+        const long depth = std::min(SECTION, w.k - begin), stride = 2 * (64 / sizeof(W));
         for (long p = 0; p < count + 2; ++p)  // those after the last panel are only prefetched
             at[p] = (const W*)panel_at(w, index, panel + p) + begin / (1 + pairs) * stride;
         for (long r = 0; r < rows; ++r) row[r] = (const X*)x[r] + begin;
@@ -183,21 +179,22 @@ static long count_rows(const Op& op, const Step& step) { return op.outputs ? ste
 
 // Work items of a product with one matrix, of which each is a pair of panels times a row block: groups of pairs x row
 // blocks x the pairs of a group, so that several row blocks read the panels of a group from memory once. The last items
-// may be empty. Rows are those of x or, of experts (`order`), sorted assignments from `begin` on.
+// may be empty. Inputs of the product are the rows of x, once for each matrix that reads other columns (`in_step`), or
+// those of the sorted assignments to experts (`order`); `begin` is the matrix's first.
 struct Items {
-    long index, begin, rows, panels, blocks, group;  // index: of the matrix
+    long index, panels, begin, rows, blocks, group;  // index: of the matrix
     Items(const Op& op, const Step& step, long index)
-        : index(index), begin(op.routing.order && index ? op.routing.ends[index - 1] : 0),
+        : index(index), panels((op.matrix.n + LANES - 1) / LANES),
+          begin(op.in_step ? index * count_rows(op, step) : op.routing.order && index ? op.routing.ends[index - 1] : 0),
           rows(op.routing.order ? op.routing.ends[index] - begin : count_rows(op, step)),
-          panels((op.matrix.n + LANES - 1) / LANES), blocks((rows + BLOCK_ROWS - 1) / BLOCK_ROWS),
-          group(blocks > 1 ? MOST_PAIRS : (panels + 1) / 2) {}
+          blocks((rows + BLOCK_ROWS - 1) / BLOCK_ROWS), group(blocks > 1 ? MOST_PAIRS : (panels + 1) / 2) {}
     long count() const { return (panels + 2 * group - 1) / (2 * group) * blocks * group; }
 };
 
-// Row of x from which row `r` of a product is computed. Inputs of experts' first products (`mode`) are those of tokens.
-static const float* input_of(const Op& op, long r, long index) {
-    const long place = op.routing.order ? op.routing.order[r] / (op.mode ? op.routing.top_k : 1) : r;
-    return op.in + place * op.in_stride + index * op.in_step;
+// Input `i` of a product, of which x has `rows`. Inputs of experts' first products (`mode`) are those of tokens.
+static const float* input_of(const Op& op, long i, long rows) {
+    const long place = op.routing.order ? op.routing.order[i] / (op.mode ? op.routing.top_k : 1) : i % rows;
+    return op.in + place * op.in_stride + i / rows * op.in_step;
 }
 
 // activation(gate) * up, of which gate is cut at `softcap` and up at ± `softcap`, then 1 added to it, if that is not 0.
@@ -213,9 +210,9 @@ static Vec activate(const Op& op, Vec gate, Vec up) {
 }
 
 // Some items of a row block and group: out[row] (+)= activation(x[row] Wᵀ + bias). The first products of experts may
-// have factors, `weight` of each assignment (Llama 4). If `gated`, panels of gate and up alternate. `rounded`: rows of
-// x, if the product takes rounded ones. Products of whole panels without `more` are summed in `out` itself, but by AMX,
-// whose tiles have 16 rows.
+// have factors, `weight` of each assignment (Llama 4). If `gated`, panels of gate and up alternate. `rounded`: the
+// inputs, if the product takes rounded ones. Products of whole panels without `more` are summed in `out` itself, but by
+// AMX, whose tiles have 16 rows.
 static void multiply_items(const Op& op, const Items& items, long item, long count, const bfloat16* rounded) {
     const long index = items.index, group = item / items.group, block = group % items.blocks * BLOCK_ROWS;
     const long panel = 2 * (group / items.blocks * items.group + item % items.group), first = items.begin + block;
@@ -223,10 +220,10 @@ static void multiply_items(const Op& op, const Items& items, long item, long cou
     const long panels = std::min(2 * count, items.panels - panel), columns = panels * LANES;
     const void* x[BLOCK_ROWS]; float* out[BLOCK_ROWS]; long place[BLOCK_ROWS];
     const bool more = op.bias || op.activation || op.routing.order || op.matrix.n % LANES || (AMX && op.matrix.bf16);
-    for (long r = 0; r < rows; ++r) {
-        place[r] = op.routing.order ? op.routing.order[first + r] : first + r;
+    for (long r = 0, i = first; r < rows; ++r, ++i) {
+        place[r] = op.routing.order ? op.routing.order[i] : block + r;
         out[r] = op.out + place[r] * op.out_stride + index * op.out_step + panel * LANES * LANES / step;
-        x[r] = rounded ? (void*)(rounded + (first + r) * rounded_stride(op.matrix.k)) : input_of(op, first + r, index);
+        x[r] = rounded ? (void*)(rounded + i * rounded_stride(op.matrix.k)) : input_of(op, i, items.rows);
     }
     const long at_once = rows > 8 || op.matrix.k <= SECTION ? panels : 2;  // few rows: panels in the order of memory
     float* sums = more ? take_scratch(SUMS) : out[0];

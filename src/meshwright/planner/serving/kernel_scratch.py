@@ -30,16 +30,16 @@ class StepScratch(NamedTuple):
 def scratch_bytes(config: ModelConfig, heads: int, kv_heads: int, sizes: StepScratch) -> int:
     """Return an upper bound of the bytes that the kernels of a rank with `heads` query and `kv_heads` key-value heads
     allocate while they compute steps. For each thread: the sums of a product, or attention's scores of a tile of
-    queries in a span, and results of two spans. Once: the rounded rows of a product (those of tokens, of assignments
-    to experts, or of each head of latent attention), and results of the spans of long contexts, which are work items as
-    long as they take at most `_SHARED_PARTIALS`."""
-    group, size = heads // kv_heads, config.head_dim
+    queries in a span (of latent attention by query and by token, and its queries), and results of two spans. Once: the
+    rounded rows of a product (those of tokens, of assignments to experts, or of each head of latent attention), and
+    results of the spans of long contexts, which are work items as long as they take at most `_SHARED_PARTIALS`."""
+    group, size, scores = heads // kv_heads, config.head_dim, _SPAN_TOKENS  # scores: with copies, of a query
     inputs = [(1, sizes.rounded), (config.experts_per_token, sizes.expert_rounded)]  # rows of a token, their features
     if config.latent is not None:
         group, size = min(heads, _LATENT_GROUP), config.latent.cached_dim
+        scores = 2 * _SPAN_TOKENS + size
         inputs.append((heads, max(config.latent.rank, config.head_dim - config.latent.rotary_dim)))
-    rows, partial = _TILE_TOKENS * group, 32 + -(-size // 16) * 16
+    rows, of_row = _TILE_TOKENS * group, scores + 2 * (32 + -(-size // 16) * 16)
     together = _SHARED_PARTIALS if sizes.length > _SPAN_TOKENS else 0  # more than short steps of small models take
     rounded = max((sizes.tokens * count + 31) * (-(-width // 32) * 32 + 32) for count, width in inputs)
-    of_thread = max(_SUMS, rows * (_SPAN_TOKENS + 2 * partial))
-    return 4 * (sizes.threads * of_thread + together) + 2 * (rounded if sizes.rounded else 0)
+    return 4 * (sizes.threads * max(_SUMS, rows * of_row) + together) + 2 * (rounded if sizes.rounded else 0)
