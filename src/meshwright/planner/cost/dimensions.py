@@ -30,7 +30,9 @@ class Dimensions(dict[str, Number]):
     def __init__(self, batch: MicroBatch, kind: LayerKind, more: Sizes = None, flags: Flags = None) -> None:
         super().__init__(more or {})
         self.batch, self.kind, key = batch, kind, ("dimensions", kind)
-        self.true = list_properties(batch, kind).union(name for name, value in (flags or {}).items() if value)
+        self.true = list_properties(batch, kind)
+        if flags:  # else the same set, whose hash is known
+            self.true = self.true.union(name for name, value in flags.items() if value)
         if key not in batch.operators:
             batch.operators[key] = Dimensions(batch, kind) if more or flags else self
         self._shared: Dimensions = batch.operators[key]  # without `more` and `flags`

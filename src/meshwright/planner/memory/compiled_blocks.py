@@ -48,19 +48,19 @@ def can_predict_compiled(batch: MicroBatch) -> bool:
 @cache
 def _read_tables() -> Mapping[str, Any]:
     """Return the tables of compiled layers for the installed version of torch: of the latest version that is not newer,
-    else of the oldest. `shapes` of the result is {buffer: [(element type and shape, such as "x rows tokens
-    hidden", its condition)]}; `groups` {group: its buffers}."""
+    else of the oldest. `shapes` of the result is {buffer: [(its element type and shape, such as "rows
+    tokens hidden", whose sizes are not computed yet; the condition)]}; `groups` {group: its buffers}."""
     folder = resources.files("meshwright.planner.memory")
     versions = {(int(found[1]), int(found[2])): each.name for each in folder.iterdir()
                 if (found := _FILE.match(each.name))}  # fmt: skip
     older = [version for version in versions if version <= (installed_torch() or version)]
     file = read_packaged_toml(f"planner/memory/{versions[max(older, default=min(versions))]}")
     groups = {name: text.split(",") for name, text in file["groups"].items()}
-    shapes = defaultdict[str, list[tuple[str, str]]](list)
+    shapes = defaultdict[str, list[tuple[SavedTensor, str]]](list)
     for text, names in file["shapes"].items():
         shape, _, condition = text.partition("?")
         for name in names:
-            shapes[name].append((shape, condition))
+            shapes[name].append((parse_tensor(Item(name, shape)), condition))
     return {**file, "groups": groups, "shapes": shapes}
 
 
@@ -77,6 +77,13 @@ def version_warning() -> str | None:
     if here is None or version == "{}.{}".format(*here):
         return None
     return f"compiled blocks: kernels are those of torch {version}, not of the installed {here[0]}.{here[1]}"
+
+
+@lru_cache(maxsize=1024)
+def _select_names(table: str, name: str, true: frozenset[str]) -> list[str]:
+    """Return the names in one list of the tables of compiled layers whose conditions hold. table, name: keys of the
+    list, such as "saved" and "decoder"; true: names that hold in conditions, such as "gated"."""
+    return list[str](select(_read_tables()[table][name], true, _read_tables()["groups"]))
 
 
 @lru_cache(maxsize=256)
@@ -152,20 +159,17 @@ class CompiledBlock:
         self.dimensions = Dimensions(batch, kind)
         properties = self.dimensions.true
         self.name = next(name for name in ("encoder", "front", "mixture", "dense") if name in properties)
-        listed = self.tables["saved"]["encoder" if self.name == "encoder" else "decoder"]
-        self.saved: list[str] = select(listed, properties, self.tables["groups"])
+        self.saved = _select_names("saved", "encoder" if self.name == "encoder" else "decoder", properties)
         self.true = properties | set(self.saved)
-        self._entries: dict[str, SavedTensor] = {}
         self.gradients, self.results, self.orders = (
-            list[str](select(self.tables[name], self.true, {})) for name in ("gradients", "results", "orders")
+            _select_names("block", name, self.true) for name in ("gradients", "results", "orders")
         )
 
+    @cached_method
     def entry(self, name: str) -> SavedTensor:
         """Return the buffer called `name` with its shape and element type."""
-        if name not in self._entries:
-            shape = next(shape for shape, condition in self.tables["shapes"][name] if holds(condition, self.true))
-            self._entries[name] = parse_tensor(Item(name, shape)).compute(self.dimensions)
-        return self._entries[name]
+        found: SavedTensor = next(one for one, condition in self.tables["shapes"][name] if holds(condition, self.true))
+        return found.compute(self.dimensions)
 
     def bytes(self, name: str) -> int:
         """Return the bytes of the buffer called `name`, such as "attention.qkv.output"."""
@@ -263,7 +267,7 @@ class CompiledBlock:
     def operands(self) -> dict[str, list[str]]:
         """{linear layer, such as "mlp.up": [name of its input, name of the gradient of its output]}, the operands of
         its queued weight gradient, in the order in which these are computed."""
-        return {name: select(pair, self.true, {}) for name, pair in self.tables["operands"].items()}
+        return {name: _select_names("operands", name, self.true) for name in self.tables["operands"]}
 
     def _weight_gradients(self) -> int:
         """Return the peak bytes while queued weight gradients are computed one after another. Each frees its operands

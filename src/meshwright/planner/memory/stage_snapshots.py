@@ -201,12 +201,7 @@ class StageSnapshots:
             started = [] if split else self._started_reductions(Kind.BACKWARD, state, after=place)
             opened = [] if split else self._unsharded(self._flats([unit]))
             around = [*self._gathered(place, -1), *self._in_flight([*state.before, *started])]
-            flags = {
-                "both_ends": self.both_ends, "split": split, "last": self.stage.last, "of_head": is_head,
-                "queued": queue, "arrived": place == len(self.units) - 1,
-            }  # fmt: skip
-            beside = temporaries.Pass(layer_dimensions(self.batch, 0, {"queue": queue}, flags)).snapshots("beside")
-            around += [*(each for _, tensors in beside for each in tensors), *([] if at_end else opened)]
+            around += self._held_beside(split, is_head, place == len(self.units) - 1, queue) + (not at_end) * opened
             for name, extras in self._unit_backward(place, split):
                 tensors = *around, *(opened if at_end and name == f".{COLLECTED}" else []), *extras
                 yield self._snapshot(f"{unit}{name}: backward", place + 1, tensors)
@@ -216,6 +211,15 @@ class StageSnapshots:
             ends = self._unsharded(self._flats(unit for unit in self.units if unit not in self._layer))
             waiting = activation("queue of weight gradients", queue)
             yield self._snapshot("input gradients", 0, (waiting, *ends, *self._in_flight(state.before)))
+
+    @cached_method
+    def _held_beside(self, split: bool, is_head: bool, arrived: bool, queue: int) -> list[Allocation]:
+        """Return the tensors that stay allocated during the backward of a unit, in addition to those of ZeRO. split:
+        True if only input gradients are computed; is_head: True for the head; arrived: True for the stage's last unit;
+        queue: bytes of the operands of queued weight gradients."""
+        flags = {"split": split, "of_head": is_head, "arrived": arrived, "queued": queue, "last": self.stage.last}
+        sizes = layer_dimensions(self.batch, 0, {"queue": queue}, flags | {"both_ends": self.both_ends})
+        return [each for _, tensors in temporaries.Pass(sizes).snapshots("beside") for each in tensors]
 
     def _weight_gradients(self, state: PassState) -> Iterator[Snapshot]:
         """Yield the memory snapshots of the pass that computes queued weight gradients. state: state of the stage when
@@ -287,6 +291,7 @@ class StageSnapshots:
             return block.queued_bytes
         return int(queued_bytes(self.batch, self._whole_of[unit], self._layer[unit]))
 
+    @cached_method
     def _block(self, unit: str) -> CompiledBlock | None:
         """Return the compiled layer that a unit such as "layers.3" is; None for other units, and for a layer whose
         memory cannot be predicted as compiled."""

@@ -295,18 +295,15 @@ def _rank_ledger(rank: ServingRank) -> RankLedger:
         matrices += _packed_bytes(config, layout, tensor, item) if as_matrix else 0
     wide = [(each.name, each.local_shape(layout)[-1]) for each, _ in rank.parameters if len(each.shape) > 1]
     rounded = (max((k for name, k in wide if part in name), default=0) for part in ("", ".experts."))
-    scratch = StepScratch(
-        sizes.token_budget, sizes.max_length, sizes.threads, *(rounded if item == 2 else (0, 0))
-    )  # fmt: skip
+    scratch = StepScratch(sizes.token_budget, sizes.max_length, sizes.threads, *(rounded if item == 2 else (0, 0)))
     logits = sizes.logit_rows * rank.step.vocabulary if stage.last else 0
     mixed = set(map(config.has_experts, stage.layers))
+    columns = {(config.shared_intermediate if each else config.intermediate) // layout.tp for each in mixed}
     return rank.predict(
         "kernels", multiple=_PANEL, vector_bytes=vectors, matrix_bytes=matrices, transit_bytes=transit,
         process_bytes=RANK_BYTES, reduced=max(sizes.token_budget * config.hidden, logits),
         scratch_bytes=scratch_bytes(config, rank.step.heads, rank.step.kv_heads, scratch),
-        mlp_columns_here=sum(
-            {(config.shared_intermediate if each else config.intermediate) // layout.tp for each in mixed}
-        ),
+        mlp_columns_here=sum(columns),
     )  # fmt: skip
 
 
