@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from meshwright.collectives.nccl_buffers import estimate_buffer_bytes
 from meshwright.layout import Layout
-from meshwright.planner.serving.device_ledger import CONTEXT_BYTES, SCRATCH_BYTES, device_ledger
-from meshwright.planner.serving.ledger import ServingSizes, serving_ledger
+from meshwright.planner.serving.device_ledger import CONTEXT_BYTES, SCRATCH_BYTES, SPLIT_COLUMNS, device_ledger
+from meshwright.planner.serving.ledger import ITEM_BYTES, ServingSizes, serving_ledger
 from meshwright.spec.presets import preset
 
 SIZES = ServingSizes(token_budget=512, max_sequences=32, max_length=2048, dtype="bfloat16")
@@ -57,3 +61,35 @@ def test_heads_are_not_padded_on_a_gpu():
     (cpu,), (gpu,) = (find(config, Layout(), SIZES).stages for find in (serving_ledger, device_ledger))
     assert gpu.kv_block == 16 * 2 * config.layers * config.kv_heads * 24 * 2
     assert cpu.kv_block == gpu.kv_block * (24 + 32) // (24 + 24)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_largest_activations_of_a_mixture_are_counted(dtype: str):
+    """By the variables of `DeviceLayers.mix_experts`: weighted sums are float32 for parameters of any type."""
+    config, tokens, item = preset("qwen2-moe-tiny"), SIZES.token_budget, ITEM_BYTES[dtype]
+    (rank,) = device_ledger(config, Layout(), replace(SIZES, dtype=dtype)).stages
+    copies, hidden, width = tokens * config.experts_per_token, config.hidden, config.expert_intermediate
+    in_type = [
+        *4 * [(tokens, hidden)], (copies, hidden), (copies, 2 * width), (copies, width), *2 * [(copies, hidden)],
+        *3 * [(tokens, config.shared_intermediate)],
+    ]  # fmt: skip
+    in_float32 = [(copies, hidden), *3 * [(tokens, hidden)], (tokens, SPLIT_COLUMNS)]
+    most = sum(size * math.prod(shape) for shapes, size in ((in_type, item), (in_float32, 4)) for shape in shapes)
+    assert rank.slack == CONTEXT_BYTES + most
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "numbers"),
+    [
+        ("llama-tiny", {}, 3 * 192),  # gate, up and their product
+        ("gpt2-tiny", {}, 2 * 256),
+        ("llama-tiny", {"intermediate": 32}, 2 * 8 * 8 + 2 * 4 * 8),  # queries and result, keys and values
+        # Compressed queries twice, latent vector; of each head query, in latent form, its result, and values.
+        ("deepseek-v3-tiny", {"heads": 16, "kv_heads": 16}, 2 * 24 + 24 + 16 * (24 + 24 + 16 + 16)),
+    ],
+)
+def test_largest_activations_of_attention_and_of_a_dense_mlp_are_counted(name: str, changes: Any, numbers: int):
+    config = replace(preset(name), **changes)
+    (rank,) = device_ledger(config, Layout(), SIZES).stages
+    of_token = 2 * (4 * config.hidden + numbers) + 4 * SPLIT_COLUMNS
+    assert rank.slack == CONTEXT_BYTES + SIZES.token_budget * of_token

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 
 import pytest
@@ -20,7 +21,7 @@ from meshwright.planner.serving.ledger import (
     parse_dtype,
     serving_ledger,
 )
-from meshwright.planner.serving.torch_ledger import torch_ledger
+from meshwright.planner.serving.torch_ledger import TILE_TOKENS, torch_ledger
 from meshwright.spec.presets import preset
 from meshwright.spec.refuse import serving_layout
 from meshwright.toml import read_packaged_toml
@@ -175,3 +176,40 @@ def test_lists_of_items_name_properties_and_dimensions_that_exist(monkeypatch: p
         size, _, condition = text.partition("?")
         assert set(re.findall(r"[a-z_]\w*", size)) <= sizes, text
         assert set(re.findall(r"[a-z_]\w*", condition)) <= properties, text
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize(("name", "tp"), [("gemma2-tiny", 2), ("deepseek-v3-tiny", 1), ("llama4-tiny", 1)])
+def test_workspace_of_plain_torch_is_the_sum_of_its_tensors(name: str, tp: int, dtype: str):
+    """Shapes by the variables of `serving/torch_runner.py` and of the model; a tile has 16 tokens."""
+    config, item = preset(name), ledger.ITEM_BYTES[dtype]
+    sizes = dataclasses.replace(SIZES, dtype=dtype)
+    (rank,) = torch_ledger(config, serving_layout(f"tp{tp}", config), sizes).stages
+    wide, heads, kv_heads, hidden, tile = max(4, item), config.heads // tp, config.kv_heads // tp, config.hidden, 16
+    tables, rotations = {"gemma2-tiny": (3, 1), "deepseek-v3-tiny": (1, 1), "llama4-tiny": (3, 2)}[name]
+    cached, latent, rotary = 2 * kv_heads * config.head_dim, config.latent, config.head_dim
+    projected = [(tile, heads, config.head_dim)]
+    if latent is not None:
+        cached, rotary = latent.rank + latent.rotary_dim, latent.rotary_dim
+        projected += [(tile, latent.query_rank or 0), *2 * [(tile, heads, cached)], (tile, heads, latent.value_dim)]
+    width = -(-max(config.intermediate, config.shared_intermediate, config.expert_intermediate) // tp)
+    narrow = [*2 * [(512, hidden)], (2048, cached), (tile, config.vocabulary)]
+    in_wide = [
+        (2048, cached), *3 * [(heads, 2048)], *2 * [(2048, rotations, rotary)], *4 * [(tile, hidden)],
+        *3 * [(tile, width)], *projected, (tile, cached),
+    ]  # fmt: skip
+    integers, floats = [(tile, tables, 2048), (tile, tables, 16), (2048,)], [(512, hidden), (tile, config.vocabulary)]
+    listed = (narrow, item), (in_wide, wide), (integers, 8), (floats, 4)
+    assert tile == TILE_TOKENS
+    assert rank.workspace == sum(size * math.prod(shape) for shapes, size in listed for shape in shapes)
+
+
+def test_communication_and_slack_of_plain_torch_are_counted():
+    config = preset("gemma2-tiny")
+    (rank,) = torch_ledger(config, serving_layout("tp2", config), SIZES).stages
+    assert rank.communication == 2 * TILE_TOKENS * 2 * config.vocabulary // 2  # slices of logits are gathered
+    assert rank.slack == ledger.RANK_BYTES + 2 * config.vocabulary // 2 * config.hidden
+    hidden_states = 4 * SIZES.token_budget * config.hidden
+    for predict in (serving_ledger, torch_ledger):
+        stages = predict(config, serving_layout("pp3", config), SIZES).stages
+        assert [stage.communication for stage in stages] == [hidden_states, 2 * hidden_states, hidden_states]
