@@ -20,14 +20,17 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, memory and the versions that matter."""
+    """Processor with its family and model, cores, memory and the versions that matter."""
     cpu = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
     flags: list[str] = []
     if cpuinfo.exists():
         lines = cpuinfo.read_text().splitlines()
-        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
-        words = next((line for line in lines if line.startswith("flags")), "").split()
+        named = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}
+        cpu = named.get("model name", cpu)
+        if "cpu family" in named:  # a virtual machine may hide the generation: "AMD EPYC"
+            cpu += f", family {named['cpu family']} model {named['model']}"
+        words = named.get("flags", "").split()
         flags = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in words]
     versions = {}
     for package in ("meshwright", "torch", "transformers", "accelerate", "peft", "bitsandbytes", "numpy"):
