@@ -170,7 +170,8 @@ class Replica:
 
     def predict_wait(self, count: int) -> float:
         """Return the predicted seconds until the first `count` requests of the replica's queue have been admitted; 0
-        without unfinished requests. Requests beyond the queue's last are assumed to be like the unfinished ones."""
+        without unfinished requests. A request whose prompt is being computed counts as one of the queue. Requests
+        beyond the queue's last are assumed to be like the unfinished ones."""
         now = time.monotonic()
         if not self.streams:
             return 0.0
@@ -179,10 +180,10 @@ class Replica:
             streams = sorted(self.streams.values(), key=lambda each: not each.tokens)  # those that run come first
             unfinished = (self._estimate_work(each, len(each.tokens)) for each in streams)
             later = cycle(self._estimate_work(each, 0) for each in streams)
-            admitted = min(len(streams), self.report["running"] + self.report["paused"])
-            requests = islice(chain(unfinished, later), admitted + 2 * count)
+            decoding = sum(bool(each.tokens) for each in streams)
+            requests = islice(chain(unfinished, later), decoding + 2 * count)
             found = self.step_times.predict_admissions(requests, max(1, self.report["places"]), self.groups)
-            self._admissions, self._predicted = found[admitted:], now
+            self._admissions, self._predicted = found[decoding:], now
         left = self._admissions[count - 1] * whole / count - (now - self.last_message)  # the state is the last step's
         return left if left > 0 else self._predict_step()
 
