@@ -201,7 +201,7 @@ class StageSnapshots:
             started = [] if split else self._started_reductions(Kind.BACKWARD, state, after=place)
             opened = [] if split else self._unsharded(self._flats([unit]))
             around = [*self._gathered(place, -1), *self._in_flight([*state.before, *started])]
-            around += self._held_beside(split, is_head, place == len(self.units) - 1, queue) + (not at_end) * opened
+            around += self._held_throughout(split, is_head, place == len(self.units) - 1, queue) + (not at_end) * opened
             for name, extras in self._unit_backward(place, split):
                 tensors = *around, *(opened if at_end and name == f".{COLLECTED}" else []), *extras
                 yield self._snapshot(f"{unit}{name}: backward", place + 1, tensors)
@@ -213,13 +213,13 @@ class StageSnapshots:
             yield self._snapshot("input gradients", 0, (waiting, *ends, *self._in_flight(state.before)))
 
     @cached_method
-    def _held_beside(self, split: bool, is_head: bool, arrived: bool, queue: int) -> list[Allocation]:
+    def _held_throughout(self, split: bool, is_head: bool, arrived: bool, queue: int) -> list[Allocation]:
         """Return the tensors that stay allocated during the backward of a unit, in addition to those of ZeRO. split:
         True if only input gradients are computed; is_head: True for the head; arrived: True for the stage's last unit;
         queue: bytes of the operands of queued weight gradients."""
         flags = {"split": split, "of_head": is_head, "arrived": arrived, "queued": queue, "last": self.stage.last}
         sizes = layer_dimensions(self.batch, 0, {"queue": queue}, flags | {"both_ends": self.both_ends})
-        return [each for _, tensors in temporaries.Pass(sizes).snapshots("beside") for each in tensors]
+        return [each for _, tensors in temporaries.Pass(sizes).snapshots("held_in_backward") for each in tensors]
 
     def _weight_gradients(self, state: PassState) -> Iterator[Snapshot]:
         """Yield the memory snapshots of the pass that computes queued weight gradients. state: state of the stage when
