@@ -49,6 +49,11 @@ class VarlenMask(NamedTuple):
         """The tensors `cu_seqlens` and `lengths` as a list; an empty list where each sequence is one document."""
         return [] if self.cu_seqlens is None or self.lengths is None else [self.cu_seqlens, self.lengths]
 
+    @classmethod
+    def from_tensors(cls, tensors: Sequence[Tensor], window: int) -> VarlenMask:
+        """Return the mask with these `tensors` (see the property) and this `window`."""
+        return cls(tensors[0], tensors[1], window) if tensors else cls(None, None, window)
+
 
 class FlashCall(NamedTuple):
     """Arguments of a call of the flash kernels, besides queries, keys and values.
