@@ -24,7 +24,7 @@ from meshwright.data import PackedDataset, PackedExamples, PreparedData
 from meshwright.data.files import to_canonical_json
 from meshwright.layout import Layout
 from meshwright.model.checkpoint_files import CheckpointFiles
-from meshwright.model.documents import Documents, MicroBatch
+from meshwright.model.documents import Documents, MicroBatch, move
 from meshwright.model.huggingface import match_entries, read_entry
 from meshwright.monitoring.records import Metrics, RunDescription, Validation
 from meshwright.parallel.context import shard_sequences
@@ -133,7 +133,7 @@ class LanguageModelTask:
         if self.config.adapter is None or not self.config.adapter.dropout:
             return loaded
         keys = sample_keys(self.recipe.run.seed, torch.from_numpy(self._sample_numbers(step)))
-        parts = keys.to(self.mesh.device).chunk(len(loaded))
+        parts = move(keys, self.mesh.device).chunk(len(loaded))
         return [
             batch._replace(documents=dataclasses.replace(batch.documents, samples_B=part))
             for batch, part in zip(loaded, parts, strict=True)
@@ -380,9 +380,7 @@ class LanguageModelTask:
         error."""
         batch = self.splits[split].read_batch(rows, padded=padded)
         documents = self.objective.annotate(Documents.from_ids(batch.document_ids), batch, split, rows)
-        parts = [torch.from_numpy(part) for part in (batch.tokens, batch.targets)]
-        if self.mesh.device.type == "cuda":
-            parts = [part.pin_memory().to(self.mesh.device, non_blocking=True) for part in parts]
+        parts = [move(torch.from_numpy(part), self.mesh.device) for part in (batch.tokens, batch.targets)]
         return shard_sequences(parts[0], parts[1], documents.to(self.mesh.device), self.mesh)
 
 
