@@ -1,6 +1,6 @@
 """Parts of a training step that only GPUs have: weight gradients added in float32, batches loaded a step in advance,
-CUDA graphs of forward and backward, the gradient norm in few kernels, expandable memory segments, pinned snapshots,
-products in chunks. Cases of `one_gpu.py`."""
+CUDA graphs of forward and backward, also of packed documents, the gradient norm in few kernels, expandable memory
+segments, pinned snapshots, products in chunks. Cases of `one_gpu.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.checkpoint.snapshot import SnapshotBuffers
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.parallel.zero_engine import _sum_squares
-from meshwright.training.cuda_graphs import GraphedForwardBackward
+from meshwright.training.cuda_graphs import FixedDocuments, GraphedForwardBackward
 from meshwright.training.deterministic import deterministic
 from meshwright.training.language_model import LanguageModelTask
 from synthetic import synthetic_trainer
@@ -80,6 +80,8 @@ def graph_trainer(device: str, shape: dict[str, int], compiled: bool, graphs: bo
     trainer: Any = synthetic_trainer(shape, "bf16", compile_blocks=compiled, mesh=mesh)
     if graphs and device.startswith("cuda"):
         trainer.task._run_passes = GraphedForwardBackward(trainer.task._launch_passes, trainer.task.passes)
+    if "documents" in shape and device.startswith("cuda"):  # for both, as the kernels are then the same
+        trainer.task._fixed_documents = FixedDocuments()
     return trainer
 
 
@@ -224,7 +226,12 @@ def step_cases(cases: Any, device: str, shapes: dict[str, dict[str, int]]) -> No
         cases.run("gradient norm", f"{name}, 2 layers", norm, lambda found: found["error"] < 1e-6)
     first, shape = next(iter(shapes.items()))
     launch_bound = {**shape, "layers": 8, "hidden": 512, "heads": 8, "kv_heads": 8, "intermediate": 1408, "batch": 2}
-    for name, given in ((first, shape), (f"{first}, hidden 512, 8 layers", {**launch_bound, "sequence": 512})):
+    launch_bound |= {"sequence": 512}
+    for name, given in (
+        (first, shape),
+        (f"{first}, packed", {**shape, "documents": 8}),
+        (f"{first}, hidden 512, 8 layers", launch_bound),
+    ):
         for compiled in (False, True):
             ratio = partial(graph_ratio, device, given, compiled)
             equal = "equal_losses", "equal_weights"

@@ -253,8 +253,14 @@ def test_directory_without_generative_model_is_refused(model: mw.Model, copy: Pa
     ):
         with pytest.raises(UserError, match=reason):
             model.generate([prompt], **options)  # type: ignore[list-item, arg-type]
-    singles: dict[str, Any] = {"int": 5, "ndarray": np.array(5), "Tensor": torch.tensor(5), "dict": {"prompt": "x"}}
-    for kind, single in singles.items():
+    sparse = (torch.eye(2, dtype=torch.int64).to_sparse(), torch.eye(2).to_sparse_csr(), torch.ones(2).to_sparse())
+    without_values = torch.ones(2, dtype=torch.int64, device="meta")
+    singles: tuple[Any, ...] = (
+        *(5, np.array(5), torch.tensor(5), {"prompt": "x"}, b"x", bytearray(b"x"), memoryview(b"x")),
+        *sparse, without_values, [without_values], [sparse[2]], [b"x"], [memoryview(b"x")],
+    )  # fmt: skip
+    for single in singles:
+        kind = type(single[0] if isinstance(single, list) else single).__name__
         with pytest.raises(UserError, match=f"prompt: takes a text or a list of token IDs, not {kind}"):
             model.generate(single)
     (copy / "generation_config.json").write_text("[")

@@ -7,13 +7,19 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.comm import backend
-from meshwright.model.documents import Documents
+from meshwright.comm.mesh import Communicator, Mesh
+from meshwright.layout import Layout
+from meshwright.model.documents import Documents, MicroBatch
+from meshwright.parallel.context import shard_sequences
 from meshwright.training.batch_prefetch import BatchPrefetcher, list_tensors
-from meshwright.training.distillation import Distillation
+from meshwright.training.distillation import Distillation, _read_cache
 from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.objective import NextToken
 
@@ -107,3 +113,41 @@ def test_batches_are_loaded_in_advance_unless_a_teacher_or_the_parameters_make_t
     for step in range(1, 5):
         LanguageModelTask.prefetch_step(task, step)
     assert [call.args[0] for call in task._batches.prefetch.call_args_list] == prefetched
+
+
+class CopiesToGpu(TorchDispatchMode):
+    """Copies from host memory to a GPU. non_blocking: of each, whether the host does not wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.non_blocking: list[bool] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        if operator is torch.ops.aten._to_copy.default and args[0].device == CPU and result.device == CUDA:
+            self.non_blocking.append((kwargs or {}).get("non_blocking", False))
+        return result
+
+
+def test_host_waits_for_no_copy_of_a_batch_to_a_gpu():
+    """Neither for positions of context parallelism, nor for keys of dropout, nor for a teacher's cached tokens."""
+    task: Any = mock.Mock(mesh=mock.Mock(device=CUDA), layout=mock.Mock(micro_batches=1))
+    task.samples_of_step = task._sample_numbers = lambda step: np.arange(2)
+    task.recipe.run.seed = 1
+    cache: Any = mock.Mock(read=lambda split, rows: [np.zeros((2, 8, 3), np.int64), np.zeros((2, 8, 4))])
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
+    ):
+        tokens: Any = mock.MagicMock(device=CUDA, shape=(2, 8))
+        batch = MicroBatch(tokens, tokens, Documents())
+        task.objective.complete = lambda *_: [batch]
+        mesh = Mesh(Layout.parse("cp2"), 0, CUDA, Communicator(CUDA), lambda *_: None)
+        for copies, load in (
+            (1, lambda: shard_sequences(*batch, mesh)),
+            (1, lambda: LanguageModelTask._load_step(task, 0)),
+            (2, lambda: _read_cache(cache, batch, np.arange(2), "train", mock.Mock())),
+        ):
+            with CopiesToGpu() as made:
+                load()
+            assert made.non_blocking == [True] * copies

@@ -4,11 +4,13 @@ is refused."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -16,15 +18,18 @@ import torch
 from meshwright.emulation.ranks import EmulatedRanks
 from meshwright.errors import UserError
 from meshwright.launcher.recipe_checks import check_cuda_graphs, check_recipe
+from meshwright.model import attention_inputs, varlen_attention
 from meshwright.parallel.stage_compute import StageCompute
 from meshwright.recipe import load_recipe
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import preset
 from meshwright.training import language_model
-from meshwright.training.cuda_graphs import GraphedForwardBackward
+from meshwright.training.cuda_graphs import FixedDocuments, GraphedForwardBackward
 from tests.adapters.adapter_cases import small, write_base
 from tests.conftest import exhaustive
 from tests.emulation.test_streams import edited
+from tests.model.flash_kernels import flash_kernels_on_cpu
+from tests.packed_documents import documents_from_starts
 from tests.training import training_cases as cases
 from tests.training.recorded_graph import Capture, RecordedGraph
 
@@ -40,6 +45,7 @@ class Outcome(NamedTuple):
     error: str
 
 
+SOURCE = Path(cases.SOURCES[0]).read_text()
 WINDOWED = {"model_family": "mistral", "model_sliding_window": 20, "model_tied": False}
 CASES: dict[str, dict[str, Any]] = {
     "ac:selective mb2 bf16": {**WINDOWED, "train_validate_every": 3, "checkpoint_every": 3},
@@ -171,6 +177,109 @@ def test_replays_of_base_models_equal_launched_steps(base: str, tmp_path: Path, 
     assert replayed == lines and cases.same(replayed_state, state) and graphs[0].replays == 4
 
 
+EXPERTS = {
+    "model_family": "qwen3_moe", "model_experts": 4, "model_experts_per_token": 2, "model_expert_intermediate": 16,
+}  # fmt: skip
+
+
+def test_replays_of_experts_equal_launched_steps(tmp_path: Path, graphs: list[RecordedGraph]):
+    """Experts get other numbers of tokens in each step."""
+    found = [
+        train(tmp_path / str(graph), "ac:full fp16", train_cuda_graphs=graph, **EXPERTS) for graph in (False, True)
+    ]
+    assert found[0].error == "" and found[0].lines == found[1].lines and cases.same(found[0].state, found[1].state)
+    assert [graph.replays for graph in graphs] == [3]
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Attend by the definition of PyTorch's CUDA kernels, on the CPU; document boundaries are not padded."""
+    monkeypatch.setattr(attention_inputs, "choose_mask_form", lambda *_: "varlen")
+    monkeypatch.setattr(varlen_attention, "pad_document_count", lambda documents: documents)
+    with flash_kernels_on_cpu():
+        yield
+
+
+@pytest.fixture(scope="module")
+def of_texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Changes of a recipe that packs short texts, of changing lengths, into sequences."""
+    place = tmp_path_factory.mktemp("texts") / "texts.jsonl"
+    texts = [SOURCE[97 * number :][: 5 + 37 * number % 80] for number in range(150)]
+    place.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    changes = {"data_source": str(place), "data_document_mask": True, "train_profile": None}
+    return {**changes, "model_layers": 1, "train_batch": 4, "train_steps": 8}
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory, of_texts: dict[str, Any]) -> Outcome:
+    """Outcome of steps with packed documents that launch each kernel."""
+    with pytest.MonkeyPatch.context() as patch, flash_kernels_on_cpu():
+        patch.setattr(attention_inputs, "choose_mask_form", lambda *_: "varlen")
+        place = tmp_path_factory.mktemp("packed")
+        return train(place, "ac:full fp16", train_cuda_graphs=False, **of_texts)
+
+
+def test_replays_of_packed_documents_equal_launched_steps(
+    tmp_path: Path,
+    packed: Outcome,
+    graphs: list[RecordedGraph],
+    flash: None,
+    of_texts: dict[str, Any],
+):
+    """A step with more documents than those before it runs without a graph, and the next one captures another."""
+    found = train(tmp_path, "ac:full fp16", **of_texts)
+    assert found.error == "" and found.lines == packed.lines and cases.same(found.state, packed.state)
+    together = ["forward and backward" in phases for phases in found.phases]
+    assert sum(graph.replays for graph in graphs) == sum(together) >= 2 and not all(together[2:])
+    assert all(graph.replays for graph in graphs) and len(graphs) > 1
+
+
+DOCUMENT_FAULTS = {
+    "boundaries of the captured step are used again": (
+        GraphedForwardBackward, "__call__", "tensor.copy_(value)", "tensor.dtype == torch.int32 or tensor.copy_(value)",
+    ),
+    "positions of the captured step are used again": (
+        GraphedForwardBackward, "__call__", "tensor.copy_(value)",
+        "tensor is captured.micro_batches[0].documents.starts_BS or tensor.copy_(value)",
+    ),
+    "boundaries are made in the graph": (FixedDocuments, "fix", "bounds=", "samples_B=None and "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", [next(iter(DOCUMENT_FAULTS)), *exhaustive(*[*DOCUMENT_FAULTS][1:])])
+def test_planted_fault_in_packed_documents_is_caught(
+    fault: str,
+    tmp_path: Path,
+    packed: Outcome,
+    graphs: list[RecordedGraph],
+    flash: None,
+    of_texts: dict[str, Any],
+):
+    with edited(*DOCUMENT_FAULTS[fault]):
+        found = train(tmp_path, "ac:full fp16", **of_texts)
+    assert graphs
+    if "made in the graph" in fault:
+        assert found.error == "CaptureFailed: the host waits for aten.nonzero.default"
+    else:
+        assert found.error == "" and found.lines != packed.lines
+
+
+def test_boundaries_of_batches_have_one_shape_and_one_longest_length_until_there_are_more_documents():
+    fixed, tokens = FixedDocuments(), torch.zeros(2, 12)
+    with mock.patch.object(varlen_attention, "pad_document_count", lambda documents: documents):
+        for starts, expected in (
+            ([[0, 5], [0, 1, 2]], [0, 5, 12, 13, 14, 24]), ([[0], [0]], [0, 12, 24, 24, 24, 24]),
+            ([[0, 1, 2, 3, 4], [0]], [0, 1, 2, 3, 4, 12, 24]), ([[0, 5], [0]], [0, 5, 12, 24, 24, 24, 24]),
+        ):  # fmt: skip
+            documents = documents_from_starts(starts, 12)
+            found = fixed.fix(documents, tokens)
+            mask = varlen_attention.make_varlen_mask(found, 7, torch.device("cpu"))
+            assert mask.cu_seqlens is not None and mask.cu_seqlens.tolist() == [expected]
+            assert mask.lengths is not None and mask.lengths.tolist() == [12] and mask.window == 7
+            places = [at - max(start for start in row if start <= at) for row in starts for at in range(12)]
+            assert found.positions_BS().flatten().tolist() == places  # type: ignore[union-attr]
+
+
 RANK_FAULTS = {
     "gradients are reduced in the captured step alone": (
         GraphedForwardBackward, "__call__", "in captured.reductions:",
@@ -222,9 +331,7 @@ def test_planted_fault_is_caught(fault: str, tmp_path: Path, launched: dict[str,
         assert found.lines[:5] != launched[layout].lines[:5]
 
 
-EXPERTS = [
-    "model.family=qwen3_moe", "model.experts=4", "model.experts_per_token=2", "model.expert_intermediate=16",
-]  # fmt: skip
+OF_EXPERTS = [f"{name.replace('_', '.', 1)}={value}" for name, value in EXPERTS.items()]
 PAIRS = ["data.records=preference", "data.train_on=responses", "data.document_mask=true"]
 
 
@@ -241,11 +348,25 @@ PAIRS = ["data.records=preference", "data.train_on=responses", "data.document_ma
         (["layout=dp2 zero2"], "a CUDA graph has no calls to other ranks, which layers under zero2 make; use zero1"),
         (["layout=dp2 zero1"], None),
         (PAIRS, 'a CUDA graph is for objective "next-token"; "dpo" has inputs of changing shapes'),
+        (["data.document_mask=true"], None),
         (
-            ["data.document_mask=true"],
-            "a CUDA graph has fixed shapes, and batches pack other documents; set data.document_mask=false",
+            ["data.document_mask=true", "model.family=gemma2"],
+            "a replay of a CUDA graph makes no copies of the host's masks, which attention with a softcap needs for "
+            "packed documents; set data.document_mask=false",
         ),
-        (EXPERTS, "a CUDA graph has fixed shapes, and batches give experts other numbers of tokens"),
+        *(
+            (
+                [*OF_EXPERTS, *more],
+                "the host reads how many tokens each expert gets, unless layers have sizes that are multiples of 8 and "
+                "are in bf16; write bf16 in the layout",
+            )
+            for more in ([], ["layout=dp1 bf16", "model.expert_intermediate=20"], ["layout=dp1 fp16"])
+        ),
+        ([*OF_EXPERTS, "layout=dp2 zero1 bf16"], None),
+        (
+            [*OF_EXPERTS, "layout=dp2 ep2 bf16"],
+            "a CUDA graph has no calls to other ranks, which experts under ep make; use dp alone",
+        ),
         ([], None),
     ],
 )
@@ -264,6 +385,6 @@ def test_recipe_that_no_graph_can_repeat_is_refused(overrides: list[str], reason
 def test_windows_of_attention_with_softcap_are_refused_unless_sequences_fit_in_them(tiny_recipe: Path):
     recipe = load_recipe(tiny_recipe, ["train.cuda_graphs=true", "data.document_mask=false", "data.sequence=40"])
     check_cuda_graphs(recipe, dataclasses.replace(preset("gemma2-tiny"), sliding_window=40))
-    with pytest.raises(UserError, match="which sliding windows of attention with a softcap need; set data.sequence=39"):
+    with pytest.raises(UserError, match="attention with a softcap needs for sliding windows; set data.sequence=39"):
         check_cuda_graphs(recipe, dataclasses.replace(preset("gemma2-tiny"), sliding_window=39))
     check_cuda_graphs(recipe, dataclasses.replace(preset("gemma2-tiny"), sliding_window=39, attention_softcap=None))

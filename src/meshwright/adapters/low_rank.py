@@ -15,7 +15,9 @@ from torch import nn
 
 from meshwright.adapters.dropout import Dropout
 from meshwright.comm.custom_operator import custom_operator
-from meshwright.model.layers import Linear
+from meshwright.model.axis_operations import Overlap
+from meshwright.model.layers import Linear, ParallelLinear
+from meshwright.model.weight_gradients import multiply_overlapped
 from meshwright.quantization.packing import QuantizedMatmul
 
 
@@ -65,17 +67,30 @@ class LowRank(nn.Module):
         sizes = [each.size for each in self.rows]
         return zip(self.rows, low.split(self.rank, dim=-1), b.split(sizes), strict=True)
 
-    def adapted_product(self, x: torch.Tensor, layer: Linear) -> torch.Tensor:
+    def adapted_product(self, x: torch.Tensor, layer: Linear, overlap: Overlap | None = None) -> torch.Tensor:
         """Return x (W + s B A)ᵀ, [..., Y], the output of the adapted layer without bias. If W is frozen, the term s x
         Aᵀ Bᵀ is added to x Wᵀ in place, without a copy.
 
         x: input of the layer, [..., X], with X input features on this rank. layer: the base layer, with Y output
-        features."""
-        fused = type(self) is LowRank and self.enabled and not torch.compiler.is_compiling()
-        if not fused or layer.weight.requires_grad:
+        features. overlap: overlap of the products with their collective calls, only where `can_overlap`; x and the
+        result are then those of `model.weight_gradients.linear`."""
+        if not self._is_fused(layer):
             return self(x, layer.base_product(x), layer)  # type: ignore[no-any-return]
         keys_BC = self.dropout.tokens.keys_BC if self.dropout is not None and self.dropout.active else None
-        return _AdaptedProduct.apply(x, layer.weight, self.a, self.b, keys_BC, (self, layer.packed))  # type: ignore[no-untyped-call, no-any-return]
+        fixed = self, layer.packed, overlap
+        return _AdaptedProduct.apply(x, layer.weight, self.a, self.b, keys_BC, fixed)  # type: ignore[no-untyped-call, no-any-return]
+
+    def can_overlap(self, layer: ParallelLinear, column: bool) -> bool:
+        """Return True if the products of `layer` and of its adapter overlap together with the collective calls of the
+        layer. Those of a column-parallel layer (`column`) do not if backward gathers the tokens again, or if the input
+        gradients of layer and adapter differ by a dropout mask, so that one call cannot sum both."""
+        return self._is_fused(layer) and (not column or (layer.tensor.saves_gathered and self.dropout is None))
+
+    def _is_fused(self, layer: Linear) -> bool:
+        """Return True if one autograd function computes `layer` and its adapter: outside of compiled graphs, with a
+        frozen W."""
+        plain = type(self) is LowRank and self.enabled and not torch.compiler.is_compiling()
+        return plain and not layer.weight.requires_grad
 
     def product(self, x: torch.Tensor, outputs: int) -> torch.Tensor:
         """Return s x Aᵀ Bᵀ, [..., Y], the adapter's contribution to the layer's output; zeros for output features
@@ -127,19 +142,26 @@ class _AdaptedProduct(torch.autograd.Function):
         a: torch.Tensor,
         b: torch.Tensor,
         keys_BC: torch.Tensor | None,
-        layer: tuple[LowRank, QuantizedMatmul | None],
+        layer: tuple[LowRank, QuantizedMatmul | None, Overlap | None],
     ) -> torch.Tensor:
         """Return x (W + s B A)ᵀ, [..., Y], for the input `x` of the layer, [..., X].
 
         weight: W, or its quantized bytes. a, b: stacked matrices A and B. keys_BC: random-number key of each token, for
         C tokens of each of B sequences, from which the dropout mask is derived; None: nothing is dropped. layer: (the
-        adapter, function that dequantizes W and multiplies; None: W is not quantized). context: autograd context."""
-        adapter, packed = layer
-        dropout = adapter.dropout
+        adapter, function that dequantizes W and multiplies (None: W is not quantized), overlap of the products with
+        their collective calls). context: autograd context."""
+        adapter, packed, overlap = layer
+        dropout, y = adapter.dropout, None
+        context.adapter, context.packed, context.overlap = layer
+        matrix = weight if packed is None else packed.unpack(weight, x.dtype)
+        if overlap is not None and overlap.forward == "gather":
+            x, y = multiply_overlapped(x, matrix.T, overlap, overlap.forward, overlap.site)
         low = F.linear(x if keys_BC is None or dropout is None else dropout.apply(x, dropout.mask(keys_BC)), a)
-        y = F.linear(x, weight if packed is None else packed.unpack(weight, x.dtype))
         context.save_for_backward(x, weight, a, b, low, keys_BC)
-        context.adapter, context.packed = adapter, packed
+        if overlap is not None and y is None:  # one sum over ranks of the products of layer and adapter
+            of_adapter = low, b.T * adapter.scale
+            return multiply_overlapped(x, matrix.T, overlap, overlap.forward, overlap.site, of_adapter)[1]
+        y = F.linear(x, matrix) if y is None else y
         starts, sizes = zip(*adapter.rows, strict=True)
         adapted: torch.Tensor = torch.ops.meshwright.add_low_rank(y, low, b, starts, sizes, adapter.scale)
         return adapted
@@ -150,7 +172,12 @@ class _AdaptedProduct(torch.autograd.Function):
         autograd context.
         """
         x, weight, a, b, low, keys_BC = context.saved_tensors
-        adapter, dx, shape = context.adapter, None, x.shape
+        adapter, packed, overlap, dx, shape = context.adapter, context.packed, context.overlap, None, x.shape
+        site = "" if overlap is None else f"{overlap.site}.backward"
+        call, needs_x = "" if overlap is None else overlap.backward, context.needs_input_grad[0]
+        matrix = weight if packed is None or not (needs_x or call) else packed.unpack(weight, dy.dtype)
+        if overlap is not None and call == "gather":
+            dy, dx = multiply_overlapped(dy, matrix, overlap, call, site)
         dy, low = dy.flatten(0, -2), low.flatten(0, -2)
         d_low, d_b = torch.empty_like(low), torch.empty_like(b)
         parts = zip(adapter.split(low, b), adapter.split(d_low, d_b), strict=True)
@@ -163,8 +190,11 @@ class _AdaptedProduct(torch.autograd.Function):
         dropout = None if keys_BC is None else adapter.dropout
         mask = x.new_empty(0) if dropout is None else dropout.mask(keys_BC)
         d_a = d_low.T @ (x if dropout is None else dropout.apply(x, mask)).flatten(0, -2)
-        if context.needs_input_grad[0]:
-            dx = dy @ (weight if context.packed is None else context.packed.unpack(weight, dy.dtype))
+        if overlap is not None and needs_x and call in ("scatter", "reduce"):
+            dy, d_low = (each.unflatten(0, shape[:-1]) for each in (dy, d_low))
+            dx = multiply_overlapped(dy, matrix, overlap, call, site, (d_low, a))[1]
+        elif needs_x:
+            dx = dy @ matrix if dx is None else dx.flatten(0, -2)
             if dropout is None:
                 dx = torch.addmm(dx, d_low, a, out=dx).view(shape)
             else:

@@ -14,6 +14,7 @@ the product.
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -24,6 +25,7 @@ from meshwright.comm.custom_operator import custom_operator
 from meshwright.comm.handle import DONE
 from meshwright.comm.mesh import Axis, find_axis
 
+Tensors = Sequence[torch.Tensor]
 MIN_CAPABILITY = 8, 0
 """Compute capability from which PyTorch tests symmetric memory (torch/testing, `requires_cuda_p2p_access`)."""
 
@@ -53,11 +55,13 @@ def choose_product_overlap(setting: str, axis: Axis, sequence_parallel: bool) ->
 
 
 def multiply_gathered(
-    x_BsX: torch.Tensor, matrix_XY: torch.Tensor, axis: Axis, site: str, saves_gathered: bool
+    x_BsX: torch.Tensor, matrix_XY: torch.Tensor, key: str, site: str, saves_gathered: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (product [B, S, Y] of the tokens of all ranks of `axis` with `matrix_XY`, these tokens [B, S, X]).
+    """Return (product [B, S, Y] of the tokens of all ranks of an axis with `matrix_XY`, these tokens [B, S, X]).
 
-    x_BsX: tokens of this rank. site: label of the calls in traces. saves_gathered: if False, no tokens are returned."""
+    x_BsX: tokens of this rank. key: `Axis.key`. site: label of the calls in traces. saves_gathered: if False, no tokens
+    are returned."""
+    axis = find_axis(key)
     if axis.communicator.product_overlap == "symmetric":
         multiply = partial(_gather_fused, matrix_XY, saves_gathered)
         y_BSY, x_BSX = run_fused(multiply, x_BsX, "all_gather", x_BsX.nbytes * axis.size, axis, site)
@@ -76,36 +80,50 @@ def multiply_gathered(
     return _join_tokens(y_GBsY), _join_tokens(x_GBsX) if saves_gathered else x_BsX.new_empty(0)
 
 
-def multiply_and_reduce(x_BSX: torch.Tensor, matrix_XY: torch.Tensor, axis: Axis, site: str) -> torch.Tensor:
-    """Return the sum [B, S, Y] over the ranks of `axis` of the product of `x_BSX` with `matrix_XY`, in G chunks of the
-    B x S tokens: a chunk is all-reduced, in place, while the next one is multiplied. site: label of the calls in
-    traces."""
-    y_BSY = x_BSX.new_empty(*x_BSX.shape[:2], matrix_XY.shape[1])
-    chunks = zip(*(each.flatten(0, 1).chunk(axis.size) for each in (x_BSX, y_BSY)), strict=True)
+def multiply_and_reduce(xs_BSX: Tensors, matrices_XY: Tensors, axis: Axis, site: str) -> torch.Tensor:
+    """Return the sum [B, S, Y] over the ranks of `axis`, and over the pairs of a tensor in `xs_BSX` and a matrix in
+    `matrices_XY`, of their products, in G chunks of the B x S tokens: a chunk is all-reduced, in place, while the next
+    one is multiplied. X may differ between pairs. site: label of the calls in traces."""
+    y_BSY = xs_BSX[0].new_empty(*xs_BSX[0].shape[:2], matrices_XY[0].shape[1])
+    chunks = zip(*(each.flatten(0, 1).chunk(axis.size) for each in (y_BSY, *xs_BSX)), strict=True)
     # A generator: a chunk is multiplied when the call of the one before it has been posted.
-    products = (torch.mm(x_NX, matrix_XY, out=y_NY) for x_NX, y_NY in chunks)
+    products = (_sum_products(xs_NX, matrices_XY, y_NY) for y_NY, *xs_NX in chunks)
     for handle in [all_reduce(product_NY, axis, site, async_op=True) for product_NY in products]:
         handle.wait()
     return y_BSY
 
 
-def multiply_and_scatter(x_BSX: torch.Tensor, matrix_XY: torch.Tensor, axis: Axis, site: str) -> torch.Tensor:
-    """Return this rank's tokens [B, s, Y] of the sum over the ranks of `axis` of the product of `x_BSX` with
-    `matrix_XY`; 16-bit products are added in float32. site: label of the calls in traces."""
+def multiply_and_scatter(xs_BSX: Tensors, matrices_XY: Tensors, axis: Axis, site: str) -> torch.Tensor:
+    """Return this rank's tokens [B, s, Y] of the sum that `multiply_and_reduce` returns, whose arguments it takes;
+    16-bit products are added in float32."""
+    whole, columns = xs_BSX[0], matrices_XY[0].shape[1]
     if axis.communicator.product_overlap == "symmetric":
-        size = x_BSX.nbytes // matrix_XY.shape[0] * matrix_XY.shape[1]
+        # One product, of the operands side by side.
+        x_BSX, matrix_XY = (
+            each[0] if len(each) == 1 else torch.cat([*each], at) for each, at in ((xs_BSX, 2), (matrices_XY, 0))
+        )
+        size = whole.nbytes // whole.shape[2] * columns
         return run_fused(partial(_scatter_fused, matrix_XY), x_BSX, "reduce_scatter", size, axis, site)[0]
-    x_GBsX = x_BSX.unflatten(1, (axis.size, -1)).movedim(1, 0)
-    sums_GBsY = x_BSX.new_empty(*x_GBsX.shape[:-1], matrix_XY.shape[1])
+    xs_GBsX = [each.unflatten(1, (axis.size, -1)).movedim(1, 0) for each in xs_BSX]
+    sums_GBsY = whole.new_empty(*xs_GBsX[0].shape[:-1], columns)
     in_flight = []
     for distance in range(1, axis.size):
-        sent = x_GBsX[(axis.rank + distance) % axis.size] @ matrix_XY
+        sent = torch.empty_like(sums_GBsY[0])
+        _sum_products([each[(axis.rank + distance) % axis.size] for each in xs_GBsX], matrices_XY, sent)
         arriving = sums_GBsY[(axis.rank - distance) % axis.size]
         in_flight.append((rotate(arriving, sent, axis, site, async_op=True, distance=distance), sent))
-    torch.mm(x_GBsX[axis.rank].flatten(0, 1), matrix_XY, out=sums_GBsY[axis.rank].flatten(0, 1))
+    _sum_products([each[axis.rank] for each in xs_GBsX], matrices_XY, sums_GBsY[axis.rank])
     for handle, _ in in_flight:  # what is sent is not freed before
         handle.wait()
     return sums_GBsY.sum(dim=0)
+
+
+def _sum_products(xs: Tensors, matrices: Tensors, out: torch.Tensor) -> torch.Tensor:
+    """Write to the contiguous `out` [..., Y], and return, the sum of the products of `xs` [..., X] with `matrices`."""
+    total = out.view(-1, out.shape[-1])
+    for number, (x, matrix) in enumerate(zip(xs, matrices, strict=True)):
+        torch.addmm(total, x.flatten(0, -2), matrix, beta=min(number, 1), out=total)
+    return out
 
 
 def _gather_fused(matrix_XY: torch.Tensor, saves_gathered: bool, x_BsX: torch.Tensor, group: str) -> list[torch.Tensor]:
@@ -134,23 +152,18 @@ def _allocate_gathered(
 
 
 @custom_operator("meshwright::product_sum")
-def product_sum(x: torch.Tensor, matrix: torch.Tensor, axis: str, site: str, call: str) -> torch.Tensor:
-    """Return the product of x [B, S, X] with matrix [X, Y], summed over the ranks of an axis. call: "scatter" for this
-    rank's tokens [B, s, Y] (`multiply_and_scatter`), "reduce" for all [B, S, Y] (`multiply_and_reduce`). axis:
-    `Axis.key`; site: label of the calls in traces."""
-    multiply = multiply_and_scatter if call == "scatter" else multiply_and_reduce
-    return multiply(x, matrix, find_axis(axis), site)
+def product_sum(xs: Tensors, matrices: Tensors, axis: str, site: str, call: str) -> torch.Tensor:
+    """Return the sum, over the ranks of an axis, of the products of `xs`, each [B, S, X], with `matrices`, each [X, Y].
+    call: "scatter" for this rank's tokens [B, s, Y] (`multiply_and_scatter`), "reduce" for all [B, S, Y]
+    (`multiply_and_reduce`). axis: `Axis.key`; site: label of the calls in traces."""
+    return (multiply_and_scatter if call == "scatter" else multiply_and_reduce)(xs, matrices, find_axis(axis), site)
 
 
-def _allocate_sum(x: torch.Tensor, matrix: torch.Tensor, axis: str, site: str, call: str) -> torch.Tensor:
+def _allocate_sum(xs: Tensors, matrices: Tensors, axis: str, site: str, call: str) -> torch.Tensor:
     """Return an uninitialised result of `product_sum`, whose arguments it takes, for torch.compile."""
     ranks = find_axis(axis).size if call == "scatter" else 1
-    return x.new_empty(x.shape[0], x.shape[1] // ranks, matrix.shape[1])
+    return xs[0].new_empty(xs[0].shape[0], xs[0].shape[1] // ranks, matrices[0].shape[1])
 
 
-gather_product = custom_operator(
-    "meshwright::gather_product",
-    "(Tensor x, Tensor matrix, str axis, str site, bool saves_gathered) -> (Tensor, Tensor)",
-)(lambda x, matrix, axis, site, saves_gathered: multiply_gathered(x, matrix, find_axis(axis), site, saves_gathered))
-gather_product.register_fake(_allocate_gathered)
+custom_operator("meshwright::gather_product")(multiply_gathered).register_fake(_allocate_gathered)
 product_sum.register_fake(_allocate_sum)

@@ -114,20 +114,32 @@ def check_cuda_graphs(recipe: Recipe, config: ModelConfig) -> None:
     config: architecture of the recipe's model."""
     layout = recipe.parsed_layout
     problem = None
+    sizes = config.hidden, config.expert_intermediate, config.adapter.rank if config.adapter else 0
+    kind = "a softcap" if config.attention_softcap else "chunks" if config.window_chunks else None
+    kind = kind or ("sinks in 32 bits" if config.attention_sinks and layout.precision not in ("bf16", "fp16") else None)
+    made_by_host = (
+        f"a replay of a CUDA graph makes no copies of the host's masks, which attention with {kind} needs for"
+    )
+    made_by_host = made_by_host if kind else ""
     if layout.world_size > layout.dp:
         problem = "a CUDA graph has no calls to other ranks, which layers under tp, cp and pp make; use dp alone"
     elif layout.zero > 1:
         problem = f"a CUDA graph has no calls to other ranks, which layers under zero{layout.zero} make; use zero1"
     elif recipe.objective != "next-token":
         problem = f'a CUDA graph is for objective "next-token"; "{recipe.objective}" has inputs of changing shapes'
-    elif recipe.data.document_mask:
-        problem = "a CUDA graph has fixed shapes, and batches pack other documents; set data.document_mask=false"
-    elif config.experts:
-        problem = "a CUDA graph has fixed shapes, and batches give experts other numbers of tokens"
-    elif config.attention_softcap and (config.sliding_window or recipe.data.sequence) < recipe.data.sequence:
+    elif layout.expert_parallel:
+        problem = "a CUDA graph has no calls to other ranks, which experts under ep make; use dp alone"
+    elif config.experts and (layout.precision != "bf16" or any(size % 8 for size in sizes)):
         problem = (
-            "a replay of a CUDA graph makes no copies of the host's masks, which sliding windows of attention with a "
-            f"softcap need; set data.sequence={config.sliding_window}, where no token is beyond the window"
+            "the host reads how many tokens each expert gets, unless layers have sizes that are multiples of 8 and are "
+            "in bf16; write bf16 in the layout"
+        )
+    elif made_by_host and recipe.data.document_mask:
+        problem = f"{made_by_host} packed documents; set data.document_mask=false"
+    elif made_by_host and (config.sliding_window or recipe.data.sequence) < recipe.data.sequence:
+        problem = (
+            f"{made_by_host} sliding windows; set data.sequence={config.sliding_window}, where no token is beyond the "
+            "window"
         )
     if recipe.train.cuda_graphs and problem is not None:
         raise UserError(f"{recipe.where('train.cuda_graphs')}: train.cuda_graphs: {problem}")

@@ -50,12 +50,8 @@ class Attention(nn.Module):
         self.query_norm = self.key_norm = None
         if config.query_key_norm:
             build = partial(RMSNorm, epsilon=config.norm_epsilon, centre=float(config.zero_centred_norms), **options)
-            if config.projection_norm:
-                self.query_norm = build(size=self.heads * self.size, tensor=axes.tensor)
-                self.key_norm = build(size=self.kv_heads * self.size, tensor=axes.tensor)
-            else:
-                self.query_norm = build(size=self.size)
-                self.key_norm = build(size=self.size)
+            counts, tensor = ((self.heads, self.kv_heads), axes.tensor) if config.projection_norm else ((1, 1), None)
+            self.query_norm, self.key_norm = (build(size=count * self.size, tensor=tensor) for count in counts)
         self.rotated_norm = config.norm_epsilon if config.rotated_norm else None
         self.sinks = nn.Parameter(torch.empty(self.heads, **options)) if config.attention_sinks else None
         self.output = RowParallelLinear(
@@ -69,11 +65,8 @@ class Attention(nn.Module):
         heads_BSND = self.qkv(x_BSH).unflatten(-1, (-1, self.size))
         q, k, v = heads_BSND.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
         if self.query_norm is not None and self.key_norm is not None:
-            if self.projection_norm:
-                q = self.query_norm(q.flatten(2)).view_as(q)
-                k = self.key_norm(k.flatten(2)).view_as(k)
-            else:
-                q, k = self.query_norm(q), self.key_norm(k)
+            normed = (self.query_norm, q), (self.key_norm, k)
+            q, k = (norm(x.flatten(2) if self.projection_norm else x).view_as(x) for norm, x in normed)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if inputs.rotation is not None:
             cosine, sine = inputs.rotation

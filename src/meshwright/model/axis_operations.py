@@ -69,6 +69,8 @@ class TensorOperations(TokenAxis):
     """True on one rank: a bias may be added inside the matrix product."""
     sequence_parallel = False
     """Between `leave` and `enter` each rank holds S / size tokens of a sequence."""
+    saves_gathered = True
+    """Products that overlap with an all-gather save the gathered input for backward."""
 
     def enter(self, x_BSH: Tensor, site: str) -> Tensor:
         """Return the input [B, S, H] of a column-parallel linear layer, complete on every tp rank. With sequence

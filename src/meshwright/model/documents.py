@@ -5,6 +5,7 @@ Shapes: B sequences, S tokens of a sequence, C of them on this rank (all, withou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -26,7 +27,8 @@ class Documents:
     `host_starts_BS`: copy of `starts_BS` in CPU memory, if the batch is on a GPU; the host reads it without waiting for
     the GPU. `teacher`: for distillation, this rank's targets from the teacher
     (`training.teacher_targets.TeacherTargets`). `samples_B`: int64, random-number key of each sequence, from which
-    dropout masks are derived; None: no dropout.
+    dropout masks are derived; None: no dropout. `bounds`: the boundaries as `VarlenMask.tensors`, made when the
+    batch was loaded; (): a forward pass makes them.
     """
 
     starts_BS: Tensor | None = None
@@ -35,6 +37,7 @@ class Documents:
     host_starts_BS: Tensor | None = None
     teacher: Any = None
     samples_B: Tensor | None = None
+    bounds: Sequence[Tensor] = ()
 
     @classmethod
     def from_ids(cls, ids_BS: Tensor | np.ndarray) -> Documents:

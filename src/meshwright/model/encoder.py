@@ -156,16 +156,13 @@ class Encoder(nn.Module):
 
         units.enter("embedding", None)
         x_BSH = units.leave("embedding", self.embedding(tokens_BS))
-        x_BSH = units.enter("token_types", x_BSH)
-        x_BSH = units.leave("token_types", x_BSH + self.token_types(token_types_BS))
-        x_BSH = units.enter("positions", x_BSH)
-        x_BSH = units.leave("positions", x_BSH + self.positions(positions_BS))
-        x_BSH = units.enter("embedding_norm", x_BSH)
-        x_BSH = units.leave("embedding_norm", self.embedding_norm(x_BSH))
+        x_BSH = units.leave("token_types", units.enter("token_types", x_BSH) + self.token_types(token_types_BS))
+        x_BSH = units.leave("positions", units.enter("positions", x_BSH) + self.positions(positions_BS))
+        x_BSH = units.leave("embedding_norm", self.embedding_norm(units.enter("embedding_norm", x_BSH)))
         added = make_bidirectional_mask(documents, attention_mask_BS, x_BSH.dtype)
         for layer, block in enumerate(self.layers):
-            x_BSH = units.enter(f"layers.{layer}", x_BSH)
-            x_BSH = units.leave(f"layers.{layer}", self._run_block(block, x_BSH, added))
+            unit = f"layers.{layer}"
+            x_BSH = units.leave(unit, self._run_block(block, units.enter(unit, x_BSH), added))
         return x_BSH
 
     def pooled(self, hidden_BSH: Tensor, documents: Documents | None = None) -> Tensor:

@@ -41,8 +41,10 @@ class Mixture(nn.Module):
         self.router = Router(config, **options)
         self.experts = Experts(config, axes, **options)
         width = config.shared_intermediate // axes.tensor.size
-        # Its partial sums are added to those of the routed experts: one reduction over tp covers both.
-        self.shared = FeedForward(config, SINGLE_DEVICE, width, **options) if width else None
+        # Its partial sums are added to those of the routed experts: one reduction over tp covers both. Under expert
+        # parallelism it has its own calls, with which its products overlap unless a gate comes in between.
+        of_shared = axes if self.expert_parallel and not config.shared_gate else SINGLE_DEVICE
+        self.shared = FeedForward(config, of_shared, width, **options) if width else None
         self.shared_gate = Linear(config.hidden, 1, bias=False, **options) if config.shared_gate else None
         self.discard = (Recompute() if config.post_norms else axes.recompute).discard  # a post-norm reads the output
 
@@ -72,7 +74,9 @@ class Mixture(nn.Module):
 
         def compute_shared() -> None:
             """Compute the output of the shared expert, if there is one, while the dispatched tokens are in flight."""
-            if self.shared is not None:
+            if self.shared is not None and self.shared_gate is None:
+                shared.append(self.shared(x_BSH))
+            elif self.shared is not None:
                 partial_BSH = self._forward_shared(self.tensor.enter(x_BSH, "mlp.input"))
                 shared.append(self.discard(self.tensor.leave(partial_BSH, "mlp.output")))
 

@@ -57,17 +57,19 @@ class Linear(nn.Module):
         y = self.discard(y)
         return y if self.bias is None else y + self.bias
 
-    def _product(self, x: Tensor) -> Tensor:
+    def _product(self, x: Tensor, overlap: Overlap | None = None) -> Tensor:
         """Return x Wᵀ [..., Y] for `x` [..., X], with the output of a LoRA adapter added if the layer has one, but
-        without bias."""
-        return self.base_product(x) if self.adapter is None else self.adapter.adapted_product(x, self)
+        without bias. `overlap`: see `weight_gradients.linear`."""
+        if self.adapter is None:
+            return self.base_product(x, overlap=overlap)
+        return self.adapter.adapted_product(x, self, overlap)
 
-    def base_product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def base_product(self, x: Tensor, bias: Tensor | None = None, overlap: Overlap | None = None) -> Tensor:
         """Return x Wᵀ + `bias`, [..., Y], for `x` [..., X], without the output of a LoRA adapter. A quantized W takes
-        no bias (None)."""
+        neither bias nor `overlap` (None); with an overlap there is no bias."""
         if self.packed is not None:
             return self.packed(x, self.weight)
-        return linear(x, self.weight, bias, self.weight_gradients, self.taps, None, self.ends_recompute)
+        return linear(x, self.weight, bias, self.weight_gradients, self.taps, overlap, self.ends_recompute)
 
 
 class ParallelLinear(Linear):
@@ -84,7 +86,8 @@ class ParallelLinear(Linear):
     def find_overlap(self, column: bool) -> Overlap | None:
         """Return the overlap of the layer's products with their collective calls; None: there is none. `column`: True
         for a column-parallel layer."""
-        return self.tensor.overlap(column, self.site) if self.adapter is None and self.packed is None else None
+        able = self.packed is None if self.adapter is None else self.adapter.can_overlap(self, column)
+        return self.tensor.overlap(column, self.site) if able else None
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -96,7 +99,7 @@ class ColumnParallelLinear(ParallelLinear):
         overlap = self.find_overlap(column=True)
         if overlap is None:
             return super().forward(self.tensor.enter(x, self.site))
-        return linear(x, self.weight, self.bias, self.weight_gradients, self.taps, overlap)
+        return self._add_bias(self._product(x, overlap))
 
 
 class RowParallelLinear(ParallelLinear):
@@ -110,11 +113,8 @@ class RowParallelLinear(ParallelLinear):
         if self.tensor.trivial:
             return super().forward(x)
         overlap = self.find_overlap(column=False)
-        if overlap is None:
-            y = self.tensor.leave(self._product(x), self.site)
-        else:
-            y = linear(x, self.weight, None, self.weight_gradients, self.taps, overlap, self.ends_recompute)
-        return self._add_bias(y)
+        y = self._product(x, overlap)
+        return self._add_bias(self.tensor.leave(y, self.site) if overlap is None else y)
 
 
 class RMSNorm(nn.Module):

@@ -259,8 +259,8 @@ class Transformer(nn.Module):
             units.enter("embedding", None)
             x_BSH = units.leave("embedding", self._embed(given.tokens_BS, "embedding"))
             if self.positions is not None:
-                x_BSH = units.enter("positions", x_BSH)
-                x_BSH = units.leave("positions", x_BSH + self.positions(self._find_positions(given)))
+                x_BSH = units.enter("positions", x_BSH) + self.positions(self._find_positions(given))
+                x_BSH = units.leave("positions", x_BSH)
         assert x_BSH is not None, "the output of the previous stage is missing"
         losses = []
         run_block = self._run_block if given.cache is None else Block.__call__

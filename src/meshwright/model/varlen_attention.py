@@ -49,6 +49,11 @@ class VarlenMask(NamedTuple):
         """The tensors `cu_seqlens` and `lengths` as a list; an empty list where each sequence is one document."""
         return [] if self.cu_seqlens is None or self.lengths is None else [self.cu_seqlens, self.lengths]
 
+    @classmethod
+    def from_tensors(cls, tensors: Sequence[Tensor], window: int) -> VarlenMask:
+        """Return the mask with these `tensors` (see the property) and this `window`."""
+        return cls(tensors[0], tensors[1], window) if tensors else cls(None, None, window)
+
 
 class FlashCall(NamedTuple):
     """Arguments of a call of the flash kernels, besides queries, keys and values.
@@ -76,13 +81,13 @@ def make_varlen_mask(
     `documents`: boundaries in packed sequences; `window`: sliding window in tokens (None: none); `chunks`: number of
     chunks into which each sequence is cut for ring attention; `held`: indices of the chunks that this rank holds."""
     starts_BS = documents.on_host().starts_BS
-    if starts_BS is None:
-        return VarlenMask(None, None, window or 0)
-    cu_seqlens, lengths = _find_lengths(starts_BS.unflatten(1, (chunks, -1)), held)
+    if starts_BS is None or documents.bounds:
+        return VarlenMask.from_tensors(documents.bounds, window or 0)
+    cu_seqlens, lengths = find_lengths(starts_BS.unflatten(1, (chunks, -1)), held)
     return VarlenMask(move(cu_seqlens, device), lengths, window or 0)
 
 
-def _find_lengths(starts_BXC: Tensor, held: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def find_lengths(starts_BXC: Tensor, held: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Compute the fields `cu_seqlens` (here on the CPU) and `lengths` of a `VarlenMask`; return both.
 
     `starts_BXC`: index in the sequence at which each token's document begins, for B sequences cut into X chunks of C

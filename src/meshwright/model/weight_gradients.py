@@ -201,8 +201,8 @@ class _Linear(torch.autograd.Function):
         if overlap is None or not overlap.forward:
             y = F.linear(x, weight_YX, bias)
         else:
-            x, y = _multiply_overlapped(x, weight_YX.T, overlap, overlap.forward, overlap.site)
-            y = y if bias is None else y + bias
+            assert bias is None, "it is added to the sum"
+            x, y = multiply_overlapped(x, weight_YX.T, overlap, overlap.forward, overlap.site)
         context.operands = saved
         context.save_for_backward(*((x, weight_YX) if saved is None else ()))
         context.weight = weight_YX
@@ -221,7 +221,7 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = context.needs_input_grad[:3]
         overlap, dx = context.overlap, None
         if overlap is not None and overlap.backward:
-            dy, dx = _multiply_overlapped(dy, weight_YX, overlap, overlap.backward, overlap.site + ".backward")
+            dy, dx = multiply_overlapped(dy, weight_YX, overlap, overlap.backward, overlap.site + ".backward")
             if overlap.forward == "gather" and not overlap.saves_gathered:
                 x = torch.ops.meshwright.gather_from(x, overlap.axis, overlap.site, 1)
         dy_NY = dy.flatten(0, -2)
@@ -238,12 +238,14 @@ class _Linear(torch.autograd.Function):
         return dx, d_weight, d_bias, None, None, None
 
 
-def _multiply_overlapped(x: Tensor, matrix: Tensor, overlap: Overlap, call: str, site: str) -> tuple[Tensor, Tensor]:
+def multiply_overlapped(
+    x: Tensor, matrix: Tensor, overlap: Overlap, call: str, site: str, low: tuple[Tensor, ...] = ()
+) -> tuple[Tensor, Tensor]:
     """Multiply `x` by `matrix`, overlapped with the collective `call`: "gather", "scatter" or "reduce". Return (the
     operand of the weight gradient: `x`, gathered unless backward gathers it again; the product). `site`: label of the
-    calls in traces."""
+    calls in traces. `low`: operand and matrix of a further product, which "scatter" and "reduce" add; or ()."""
     if call != "gather":
-        return x, torch.ops.meshwright.product_sum(x, matrix, overlap.axis, site, call)
+        return x, torch.ops.meshwright.product_sum([x, *low[:1]], [matrix, *low[1:]], overlap.axis, site, call)
     saves_gathered = overlap.saves_gathered or overlap.forward != "gather"
     y, gathered = torch.ops.meshwright.gather_product(x, matrix, overlap.axis, site, saves_gathered)
     return gathered if saves_gathered else x, y

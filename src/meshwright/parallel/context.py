@@ -30,7 +30,7 @@ from meshwright.comm.operators import all_to_all, reduce_from
 from meshwright.layout import Layout
 from meshwright.model import attention_operator as attention_op
 from meshwright.model.axis_operations import ContextOperations
-from meshwright.model.documents import Documents, MicroBatch
+from meshwright.model.documents import Documents, MicroBatch, move
 from meshwright.model.precision import at_least_float32
 from meshwright.model.scaled_dot_product import AttentionMask, MaskForm, attend
 from meshwright.model.tiled_attention import ScoreSettings
@@ -65,7 +65,7 @@ def shard_sequences(tokens_BS: Tensor, targets_BS: Tensor, documents: Documents,
     whose cp axis gives this rank."""
     if mesh.cp.trivial:
         return MicroBatch(tokens_BS, targets_BS, documents)
-    indices_C = list_local_positions(mesh.layout, mesh.cp.rank, tokens_BS.shape[1]).to(tokens_BS.device)
+    indices_C = move(list_local_positions(mesh.layout, mesh.cp.rank, tokens_BS.shape[1]), tokens_BS.device)
     return MicroBatch(tokens_BS[:, indices_C], targets_BS[:, indices_C], documents.select_tokens(indices_C))
 
 
@@ -282,5 +282,11 @@ def _register_ring_attention(name: str, rebuild: Rebuild) -> None:
     attention_op.register_attention(name, attend_ring, differentiate, _empty_results)
 
 
-_register_ring_attention("ring_attention", TiledSpans.rebuild)
-_register_ring_attention("flash_ring_attention", FlashSpans.rebuild)
+_register_ring_attention(  # tensors: [`first_BC`], or [] if it is None; numbers: scale, softcap
+    "ring_attention",
+    lambda tensors, numbers: TiledSpans(tensors[0] if tensors else None, ScoreSettings(numbers[0], numbers[1])),
+)
+_register_ring_attention(  # tensors: those of the mask; numbers: its window, scale
+    "flash_ring_attention",
+    lambda tensors, numbers: FlashSpans(VarlenMask.from_tensors(tensors, int(numbers[0])), numbers[1]),
+)

@@ -84,7 +84,8 @@ class _SavedResults(TorchDispatchMode):
                 raise RuntimeError(f"activation checkpointing: backward recomputes {operator}, forward ran {computed}")
             if versions is not None and _read_versions(saved) != versions:
                 raise RuntimeError(f"activation checkpointing: the saved result of {operator} was modified in place")
-            return arguments[0].new_empty(()).expand(saved) if isinstance(saved, torch.Size) else saved
+            first = arguments[0][0] if isinstance(arguments[0], list) else arguments[0]
+            return first.new_empty(()).expand(saved) if isinstance(saved, torch.Size) else saved
         if operator in ADAPTED:
             self.discard(arguments[0])
         result = operator(*arguments, **(options or {}))

@@ -92,13 +92,6 @@ class TiledSpans(NamedTuple):
     first_BC: Tensor | None
     settings: ScoreSettings
 
-    @classmethod
-    def rebuild(cls, tensors: list[Tensor], numbers: list[float]) -> TiledSpans:
-        """Rebuild this kernel from the arguments of a custom operator. `tensors`: [`first_BC`], or [] if it is None;
-        `numbers`: [scale, softcap]."""
-        scale, softcap = numbers
-        return cls(tensors[0] if tensors else None, ScoreSettings(scale, softcap))
-
     def attend(self, q_BKGCD: Tensor, block: Tensor, span: Span) -> Iterator[Result]:
         """Compute the attention of `span`, a slice of queries over a slice of keys; yield partial results, which
         `merge_attention` can merge.
@@ -209,14 +202,6 @@ class FlashSpans(NamedTuple):
 
     mask: VarlenMask
     scale: float
-
-    @classmethod
-    def rebuild(cls, tensors: list[Tensor], numbers: list[float]) -> FlashSpans:
-        """Rebuild this kernel from the arguments of a custom operator. `tensors`: tensors of the mask; `numbers`:
-        [window of the mask, scale]."""
-        cu_seqlens, lengths = tensors or (None, None)
-        window, scale = numbers
-        return cls(VarlenMask(cu_seqlens, lengths, int(window)), scale)
 
     def attend(self, q_BKGCD: Tensor, block: Tensor, span: Span) -> Iterator[Result]:
         """Compute the attention of `span` by flash kernels; see `TiledSpans.attend`."""

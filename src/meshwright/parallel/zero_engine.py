@@ -48,16 +48,9 @@ class ZeroEngine:
     prefetcher_class: type[Any] = ParameterPrefetcher
 
     def __init__(
-        self,
-        model: nn.Module,
-        table: ParameterTable,
-        mesh: Mesh,
-        *,
-        seed: int | None,
-        parameter_dtype: torch.dtype,
-        master_dtype: torch.dtype = torch.float32,
-        partition: Partition | None = None,
-    ) -> None:
+        self, model: nn.Module, table: ParameterTable, mesh: Mesh, *, seed: int | None, parameter_dtype: torch.dtype,
+        master_dtype: torch.dtype = torch.float32, partition: Partition | None = None,
+    ) -> None:  # fmt: skip
         self.mesh = mesh
         self.table = table
         partition = Partition.whole(table) if partition is None else partition

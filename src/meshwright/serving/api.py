@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from numbers import Integral
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 """A text, or token IDs."""
+_NO_LIST = str | Mapping | bytes | bytearray | memoryview
+"""Types that can be iterated, but are no list of prompts or of token IDs."""
 
 
 RunRequests = Callable[[Sequence[Request], Callable[[str], bool]], Iterator[Output]]
@@ -190,9 +193,8 @@ class Model:
     def __init__(self, directory: Path, config: ModelConfig, run: RunRequests, layout: Layout | None = None) -> None:
         """Load tokenizer and chat template of `directory`; arguments and attributes: see the class."""
         self.directory, self.layout = directory, layout
-        self._run, self._positions = run, config.max_positions
+        self._run, self._positions, self._numbers = run, config.max_positions, itertools.count()
         self._prompts = Prompts.from_directory(directory, config, config.max_positions)
-        self._numbers = itertools.count()
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
@@ -231,8 +233,9 @@ class Model:
             [3, 3]
         """
         check_options(self.generate, options, GenerationOptions)
-        several = isinstance(prompts, Iterable) and not isinstance(prompts, str | Mapping)
-        several = several and getattr(prompts, "ndim", None) != 0  # an array without dims
+        # Neither an array without dims nor a sparse tensor can be iterated.
+        rows = getattr(prompts, "ndim", 1) > 0 and str(getattr(prompts, "layout", "torch.strided")) == "torch.strided"
+        several = rows and isinstance(prompts, Iterable) and not isinstance(prompts, _NO_LIST)
         given = [self._make_answers(each, options) for each in (prompts if several else [prompts])]
         answers = {answer.request.id: answer for each in given for answer in each}
         requests = [answer.request for answer in answers.values()]
@@ -263,10 +266,8 @@ class Model:
         objects that collect their outputs. options: options of `generate`. Raises UserError for an invalid prompt or
         option."""
         chosen: dict[str, Any] = dict(options)
-        chat = chosen.pop("chat", False)
-        ignore_eos = chosen.pop("ignore_eos", False)
-        wanted = chosen.pop("max_tokens", 256)
-        n = chosen.pop("n", 1)
+        chat, ignore_eos = (chosen.pop(name, False) for name in ("chat", "ignore_eos"))
+        wanted, n = chosen.pop("max_tokens", 256), chosen.pop("n", 1)
         stop = StopRule.parse(chosen.pop("stop", ()))
         for name, count, limit in (("max_tokens", wanted, "new_tokens"), ("n", n, "choices")):
             if not isinstance(count, Integral) or count < 1:
@@ -300,11 +301,12 @@ class Model:
             raise UserError(
                 f"{self.directory}: its tokenizer has no chat template: give a text to be continued (without --chat)"
             )
-        if isinstance(prompt, str) and chat:
-            return self._prompts.encode_chat(Conversation([Message("user", prompt)]))
         if isinstance(prompt, str):
-            return self._prompts.encode(prompt)
-        given = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # an array of NumPy or torch
+            turns = [Message("user", prompt)]
+            return self._prompts.encode_chat(Conversation(turns)) if chat else self._prompts.encode(prompt)
+        given: Any = None if isinstance(prompt, _NO_LIST) else prompt
+        with suppress(RuntimeError, TypeError):  # of a tensor without values (meta) or that is sparse
+            given = given.tolist() if hasattr(given, "tolist") else given  # an array of NumPy or torch
         if isinstance(given, Sequence) and all(isinstance(i, Integral) and not isinstance(i, bool) for i in given):
             return self._prompts.check([*map(int, given)])
         raise UserError(f"prompt: takes a text or a list of token IDs, not {type(prompt).__name__}")

@@ -83,7 +83,7 @@ class DeviceLayers:
         total_TH = total_TH.to(x_TH.dtype)
         if (shared := mixture.shared) is not None:
             up_TF = self.linear(shared.up, x_TH)
-            shared_TH = self.linear(shared.down, self.activate(up_TF, shared.activation, shared.gated))
+            shared_TH = self._product(self.activate(up_TF, shared.activation, shared.gated), shared.down.weight)
             if mixture.shared_gate is not None:
                 shared_TH = self.linear(mixture.shared_gate, x_TH).sigmoid() * shared_TH
             total_TH = total_TH + shared_TH

@@ -1,20 +1,23 @@
 """Forward and backward of a training step as one CUDA graph, which the host launches by one call.
 
-As Megatron-LM's full-iteration graphs (`--cuda-graph-impl full_iteration`) and torchtitan's, the graph spans all
-micro-batches of the step. Its inputs are tokens, targets and divisor of the loss, its results the loss and the
-gradients, which lie in the flat buffers of the ZeRO engine. The calls of data parallelism stay outside of it, so that
-they are recorded and watched: all-gathers of parameters end before a replay, reductions of gradients begin after it. So
-do gradient norm, clipping and update, with a learning rate that changes.
+As Megatron-LM's full-iteration graphs (`--cuda-graph-impl full_iteration`) and torchtitan's, the graph spans all micro-
+batches of the step. Its inputs are tokens, targets, document boundaries and divisor of the loss, its results the loss
+and the gradients, which lie in the flat buffers of the ZeRO engine. The calls of data parallelism stay outside of it,
+so that they are recorded and watched: all-gathers of parameters end before a replay, reductions of gradients begin
+after it. So do gradient norm, clipping and update, with a learning rate that changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
-from meshwright.model.documents import MicroBatch
+from meshwright.model import varlen_attention
+from meshwright.model.documents import Documents, MicroBatch, move
 from meshwright.monitoring.clock import IN_GRAPH
 from meshwright.parallel.stage_compute import Divisor
 from meshwright.parallel.step import ForwardBackward
@@ -45,13 +48,36 @@ class _CapturedStep(NamedTuple):
     reductions: list[Callable[[], None]]
 
 
+class FixedDocuments:
+    """Document boundaries of packed micro-batches whose shapes, and what the host reads of them, stay the same as long
+    as no micro-batch has more documents than those before it, padded (`spec.chunks.pad_document_count`)."""
+
+    def __init__(self) -> None:
+        self._ends = 0  # documents to which boundaries are padded, and 1 for the first boundary
+
+    def fix(self, documents: Documents, tokens_BS: torch.Tensor) -> Documents:
+        """Return `documents` with boundaries `bounds` of fixed shape, also if each sequence is one document. tokens_BS:
+        the micro-batch's tokens [B, S], of which shape and device are read."""
+        rows, sequence = tokens_BS.shape
+        starts_BS = documents.on_host().starts_BS
+        if starts_BS is None:
+            starts_BS = torch.zeros(rows, sequence, dtype=torch.int64)
+            documents = replace(documents, starts_BS=move(starts_BS, tokens_BS.device), host_starts_BS=starts_BS)
+        cu_seqlens, _ = varlen_attention.find_lengths(starts_BS[:, None], (0,))
+        self._ends = max(self._ends, cu_seqlens.shape[1])
+        cu_seqlens = F.pad(cu_seqlens, (0, self._ends - cu_seqlens.shape[1]), value=rows * sequence)
+        # The longest document is an argument of the kernels' launch: the greatest that a batch may have.
+        return replace(documents, bounds=(move(cu_seqlens, tokens_BS.device), torch.tensor([sequence])))
+
+
 class GraphedForwardBackward:
     """Function (micro-batches, divisor of the loss) that runs forward and backward of a step, from the third step on as
     a replay of a CUDA graph. A step in which a profile is recorded runs without the graph, since the profile needs each
-    pass.
+    pass. So does a step whose micro-batches have other shapes than those before it (`FixedDocuments`); then another
+    graph is captured.
 
-    run: runs forward and backward without a graph. All of its calls must launch the same kernels on tensors of the same
-    shapes, without a wait of the host, and call other ranks only to all-gather parameters and reduce gradients, each
+    run: runs forward and backward without a graph. Its calls with tensors of the same shapes must launch the same
+    kernels, without a wait of the host, and call other ranks only to all-gather parameters and reduce gradients, each
     once (`launcher.recipe_checks.check_cuda_graphs`).
     passes: object that marks the phases of the step for the trainer's clock."""
 
@@ -59,12 +85,17 @@ class GraphedForwardBackward:
         self._run, self._passes = run, passes
         self._uncaptured = UNCAPTURED_STEPS
         self._captured: _CapturedStep | None = None
+        self._shapes: list[torch.Size] = []
+        """Shapes of the tensors in the last micro-batches."""
 
     def __call__(self, micro_batches: Sequence[MicroBatch], divisor: Divisor) -> torch.Tensor:
         """Run forward and backward of `micro_batches`, whose summed loss is divided by `divisor`; return what the
         function `run` returns. The next call overwrites the returned tensor."""
         if self._passes.watched is not None:
             return self._run(micro_batches, divisor)
+        if (shapes := [tensor.shape for tensor in list_tensors(micro_batches)]) != self._shapes:
+            # More documents than before: compiled blocks are compiled anew, without the memory of the old graph.
+            self._shapes, self._captured, self._uncaptured = shapes, None, max(self._uncaptured, 1)
         if self._uncaptured:
             self._uncaptured -= 1
             return self._run(micro_batches, divisor)

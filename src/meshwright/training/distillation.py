@@ -17,7 +17,7 @@ from meshwright.checkpoint.agreement import Agreement
 from meshwright.comm.mesh import Axis
 from meshwright.errors import UserError
 from meshwright.launcher.recipe_checks import check_teacher_tokenizer
-from meshwright.model.documents import Documents, MicroBatch
+from meshwright.model.documents import Documents, MicroBatch, move
 from meshwright.monitoring.records import Metrics
 from meshwright.planner.cost.teacher import TeacherWork, make_teacher_work
 from meshwright.recipe import Recipe
@@ -228,7 +228,7 @@ def _read_cache(
     of the micro-batch's sequences in the split `split` ("train" or "validation"). Under context parallelism only the
     tokens of this rank's slice of the sequences are read. Raises `UserError` if a file of the cache is damaged."""
     tokens_BS, _, documents = micro_batch
-    parts = [torch.from_numpy(part).to(tokens_BS.device) for part in cache.read(split, rows)]
+    parts = [move(torch.from_numpy(part), tokens_BS.device) for part in cache.read(split, rows)]
     if documents.indices_C is not None:
         parts = [part[:, documents.indices_C] for part in parts]
     targets.top_ids_TK, targets.top_log_p_TO = (part.flatten(0, 1) for part in parts)

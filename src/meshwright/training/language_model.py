@@ -24,7 +24,7 @@ from meshwright.data import PackedDataset, PackedExamples, PreparedData
 from meshwright.data.files import to_canonical_json
 from meshwright.layout import Layout
 from meshwright.model.checkpoint_files import CheckpointFiles
-from meshwright.model.documents import Documents, MicroBatch
+from meshwright.model.documents import Documents, MicroBatch, move
 from meshwright.model.huggingface import match_entries, read_entry
 from meshwright.monitoring.records import Metrics, RunDescription, Validation
 from meshwright.parallel.context import shard_sequences
@@ -41,7 +41,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.parameters import parameter_table
 from meshwright.training.batch_prefetch import BatchPrefetcher
-from meshwright.training.cuda_graphs import CAPTURING_DEVICES, GraphedForwardBackward, RunPasses
+from meshwright.training.cuda_graphs import CAPTURING_DEVICES, FixedDocuments, GraphedForwardBackward, RunPasses
 from meshwright.training.distillation import Distillation
 from meshwright.training.distillation_loss import make_distillation
 from meshwright.training.objective import NextToken, Objective
@@ -106,8 +106,10 @@ class LanguageModelTask:
         )
         self._batches = BatchPrefetcher(self._load_step, torch.device(mesh.device))
         self._run_passes: RunPasses = self._launch_passes
+        self._fixed_documents: FixedDocuments | None = None
         if recipe.train.cuda_graphs and mesh.device.type in CAPTURING_DEVICES:
             self._run_passes = GraphedForwardBackward(self._launch_passes, self.passes)
+            self._fixed_documents = FixedDocuments() if recipe.data.document_mask else None
 
     # --- a step
 
@@ -133,7 +135,7 @@ class LanguageModelTask:
         if self.config.adapter is None or not self.config.adapter.dropout:
             return loaded
         keys = sample_keys(self.recipe.run.seed, torch.from_numpy(self._sample_numbers(step)))
-        parts = keys.to(self.mesh.device).chunk(len(loaded))
+        parts = move(keys, self.mesh.device).chunk(len(loaded))
         return [
             batch._replace(documents=dataclasses.replace(batch.documents, samples_B=part))
             for batch, part in zip(loaded, parts, strict=True)
@@ -380,10 +382,11 @@ class LanguageModelTask:
         error."""
         batch = self.splits[split].read_batch(rows, padded=padded)
         documents = self.objective.annotate(Documents.from_ids(batch.document_ids), batch, split, rows)
-        parts = [torch.from_numpy(part) for part in (batch.tokens, batch.targets)]
-        if self.mesh.device.type == "cuda":
-            parts = [part.pin_memory().to(self.mesh.device, non_blocking=True) for part in parts]
-        return shard_sequences(parts[0], parts[1], documents.to(self.mesh.device), self.mesh)
+        parts = [move(torch.from_numpy(part), self.mesh.device) for part in (batch.tokens, batch.targets)]
+        documents = documents.to(self.mesh.device)
+        if self._fixed_documents is not None and split == "train":
+            documents = self._fixed_documents.fix(documents, parts[0])
+        return shard_sequences(parts[0], parts[1], documents, self.mesh)
 
 
 def make_objective(recipe: Recipe, splits: Mapping[str, PackedDataset], layers: int = 0) -> Objective:

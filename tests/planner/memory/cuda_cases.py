@@ -161,7 +161,7 @@ if __name__ == "__main__":
     from meshwright.spec.partition import Partition
     from meshwright.spec.presets import preset
     from meshwright.spec.stage_times import program_for
-    from meshwright.training.cuda_graphs import GraphedForwardBackward
+    from meshwright.training.cuda_graphs import FixedDocuments, GraphedForwardBackward
     from meshwright.training.optimizer import Optimizer
     from meshwright.training.precision import PARAMETER_DTYPES
     from tests.planner.memory.saved_cases import Case, Watched, difference, watch
@@ -412,7 +412,7 @@ if __name__ == "__main__":
             for at in range(len(ends_E)):
                 yield at, slice(at * rows // len(ends_E), (at + 1) * rows // len(ends_E))
 
-        find_lengths, list_kernel_calls = varlen_attention._find_lengths, ring_spans.list_kernel_calls
+        find_lengths, list_kernel_calls = varlen_attention.find_lengths, ring_spans.list_kernel_calls
 
         def lengths_of_case(starts_BXC: torch.Tensor, held: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
             """The host reads real lengths: those of the case."""
@@ -460,7 +460,7 @@ if __name__ == "__main__":
             enter(mock.patch.object(grouped_product, "_iterate_expert_slices", evenly))
             enter(mock.patch.object(expert, "read_on_host", read_on_host))
             enter(mock.patch.object(ring_spans, "list_kernel_calls", pieces))
-            lengths = {"_find_lengths": lengths_of_case, "_make_causal_call": causal_call}
+            lengths = {"find_lengths": lengths_of_case, "_make_causal_call": causal_call}
             enter(mock.patch.multiple(varlen_attention, **lengths))
             enter(mock.patch.object(Mesh, "create", mesh_of))
             enter(mock.patch.multiple(torch.Tensor, pin_memory=lambda tensor: tensor, aminmax=aminmax))
@@ -525,6 +525,7 @@ if __name__ == "__main__":
             optimizer = Optimizer(parallel.shards, train)
             passes = ForwardBackward(model, parallel, program)
             latest: list[Any] = []
+            fixed = FixedDocuments()
 
             def run(*given: Any) -> torch.Tensor:
                 """Run forward and backward; a replay, whose pool keeps the memory of the captured step, runs them on
@@ -544,6 +545,7 @@ if __name__ == "__main__":
                     documents = Documents()
                     if case.documents > 1:
                         documents = Documents(torch.zeros(rows, case.sequence, dtype=torch.int64)).to(device)
+                        documents = fixed.fix(documents, parts[0]) if case.graphs else documents
                     loaded.append(shard_sequences(*parts, documents, mesh))
                 return loaded
 

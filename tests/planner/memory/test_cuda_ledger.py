@@ -17,7 +17,8 @@ CASES = [
     CudaStep("llama-1b", "ac:selective bf16", 8, 4096, TWO, saved=True),
     CudaStep("llama-1b", "bf16", 8, 4096, TWO, documents=4, saved=True),
     CudaStep("gpt2-xl", "bf16", 8, 1024, TWO, saved=True, hopper=True),
-    CudaStep("llama-1b", "dp4 zero1 mb2 bf16", 32, 512, SMALL, graphs=True),  # tokens: 0.6% of what stays between steps
+    # Tokens are 0.6% of what stays between steps.
+    CudaStep("llama-1b", "dp4 zero1 mb2 bf16", 32, 512, SMALL, graphs=True, documents=4),
     CudaStep("llama-1b", "dp4 zero3 mb2 tp2 bf16", 16, 4096, TWO, rank=3, saved=True),
     CudaStep("llama-1b", "dp4 zero3 ac:full bf16", 8, 512, FOUR | {"tied": False}),  # peak when the head is unsharded
     CudaStep("llama-1b", "pp2:zb-h1 mb4 bf16", 8, 4096, FOUR),
@@ -31,6 +32,7 @@ CASES = [
 ]
 MORE = [
     CudaStep("llama-1b", "mb2 bf16", 32, 512, SMALL, graphs=True),
+    CudaStep("mixtral-8x7b-v0.1", "mb2 bf16", 8, 512, SMALL | {"experts": 4, "expert_intermediate": 512}, graphs=True),
     *(CudaStep("llama-1b", layout, 8, 4096, TWO, saved=True) for layout in ("bf16", "mb2 fp32")),
     CudaStep("llama-3-8b", "ac:full bf16", 2, 4096, TWO, saved=True),
     CudaStep("llama-1b", "cp2 bf16", 8, 4096, TWO, saved=True),
@@ -69,7 +71,8 @@ def test_peak_of_cuda_step_matches_prediction(case: CudaStep, found: dict[str, M
 def test_host_waits_once_a_mixture_and_micro_batch(case: CudaStep, found: dict[str, Measured]) -> None:
     """Between loading a batch and reading the outcome. Experts exchange counts of tokens, by which the host sizes their
     buffers; neither recompute nor ring attention nor documents need the host, nor does what a CUDA graph captures."""
-    mixtures = 2 * Layout.parse(case.layout).micro_batches if "mixtral" in case.model else 0
+    layout = Layout.parse(case.layout)
+    mixtures = 2 * layout.micro_batches * layout.expert_parallel
     assert found[title(case)].host_waits == ["parallel/expert.py: _agree_on_routes"] * mixtures
 
 
