@@ -15,6 +15,7 @@ from meshwright.planner.memory import states
 from meshwright.planner.memory.ledger import CATEGORIES, Ledger, _StepReplay, ledger
 from meshwright.planner.memory.passes import SAVED, list_passes
 from meshwright.planner.memory.stage_snapshots import StageSnapshots
+from meshwright.planner.problem import Problem
 from meshwright.program.pipeline import Kind
 from meshwright.schedules.library import generate
 from meshwright.schedules.transfers import with_transfers
@@ -303,6 +304,14 @@ def test_passes_of_1f1b_hold_what_the_schedule_says() -> None:
     assert saved.tolist() == [0, 1, 1, 1, 1, 0]  # not that of the micro-batch that the pass computes
     backwards = [(each.later, each.last) for each in passes if each.kind == Kind.BACKWARD]
     assert backwards == [(False, False), (True, False), (True, True)]
+
+
+def test_teacher_with_fewer_layers_than_stages_is_refused_in_one_line() -> None:
+    teacher = TeacherWork(dataclasses.replace(DEEP, layers=3))
+    with pytest.raises(UserError, match="distill.teacher on the run's ranks: .* the model has 3 layers"):
+        ledger(DEEP, Layout.parse("pp4 mb8"), batch=8, sequence=128, teacher=teacher)
+    problem = Problem(DEEP, here(), 128, 8, teacher=teacher)
+    assert [problem.accepts(Layout.parse(text)) for text in ("pp2 mb8", "pp4 mb8")] == [True, False]
 
 
 def test_unknown_names_suggest_the_nearest() -> None:

@@ -160,6 +160,8 @@ def ledger(
     """
     check_options(ledger, options, LedgerOptions)
     refuse(layout, config, batch, sequence, planning=True)
+    if (teacher := options.get("teacher")) is not None:
+        teacher.refuse(layout, batch, sequence)
     name = options.get("precision") or layout.precision or "fp32"
     dtype = options.get("parameter_dtype")
     if dtype is None and name not in DTYPES:
