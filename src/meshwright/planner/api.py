@@ -17,8 +17,7 @@ from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.models import adapted_model, find_recipe
 from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate, ProblemOptions, estimate_layout, problem_of, recipe_layout
-from meshwright.planner.search.nearest import Nearest, find_nearest
-from meshwright.planner.search.search import SearchResult, search
+from meshwright.planner.search.search import Nearest, SearchResult, find_nearest, search
 from meshwright.planner.show.answers import MOST_TOP, ledger_documents, no_fit_error, plan_document
 from meshwright.planner.show.explain import OperationTime, explain, find_busiest_rank
 from meshwright.spec.config import ModelConfig
@@ -151,12 +150,11 @@ def plan(
     recipe = find_recipe(model)
     parsed = Layout.parse(layout) if isinstance(layout, str) else layout
     top, adapter = options.get("top", 5), options.get("adapter")
-    compile = options.get("compile")
     texts = {name: options.get(name) for name in ("precision", "optimizer")}
     for name, value, fits, expected in (
         *((name, value, isinstance(value, str | None), "text") for name, value in texts.items()),
         ("layout", parsed, isinstance(parsed, Layout | None), "a layout or its notation"),
-        ("compile", compile, isinstance(compile, bool | None), "true or false"),
+        ("compile", flag := options.get("compile"), isinstance(flag, bool | None), "true or false"),
         ("top", top, type(top) is int and 1 <= top <= MOST_TOP, f"a whole number from 1 to {MOST_TOP}"),
         ("adapter", adapter, _is_adapter(adapter), "an object or a list of overrides"),
     ):

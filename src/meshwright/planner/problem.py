@@ -71,6 +71,8 @@ class Problem:
         the layout is possible for the model."""
         try:
             refuse(layout, self.config, self.batch, self.sequence, planning=self.only_planned)
+            if self.teacher is not None:
+                self.teacher.refuse(layout, self.batch, self.sequence)
         except UserError:
             return False
         return True

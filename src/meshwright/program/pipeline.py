@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from itertools import chain
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -216,14 +215,14 @@ class RankBuilder:
     the rank has only one stage of the replica (copy of the model; bidirectional schedules have two replicas, other
     schedules one).
 
-    rank: number of the rank. stages: [replica], stages on this rank. rows: appended steps, as (group, kind, stage,
-    replica, micro-batch, component); steps with equal group number run overlapped. The component is a `Component` (part
-    of the layers that the step computes), 0 for a whole step.
+    rank: number of the rank. stages: [replica], stages on this rank. rows: of each appended step the group, kind,
+    stage, replica, micro-batch and component; steps with equal group number run overlapped. The component is a
+    `Component` (part of the layers that the step computes), 0 for a whole step.
     """
 
     rank: int
     stages: tuple[tuple[int, ...], ...]  # of this rank, by replica
-    rows: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
     _group: int = 0
     _overlapping: bool = False
     _table: Integers | None = None
@@ -275,7 +274,7 @@ class RankBuilder:
         """
         if stage is None:
             (stage,) = self.stages[replica]
-        self.rows.append((self._group, kind, stage, replica, micro_batch, component))
+        self.rows.extend((self._group, kind, stage, replica, micro_batch, component))
         self._group += not self._overlapping
 
     def set_steps(
@@ -295,7 +294,7 @@ class RankBuilder:
         micro-batch, component."""
         if self._table is not None:
             return self._table
-        return np.fromiter(chain.from_iterable(self.rows), np.int64, 6 * len(self.rows)).reshape(-1, 6)
+        return np.array(self.rows, np.int64).reshape(-1, 6)
 
     @contextmanager
     def overlap(self) -> Iterator[None]:

@@ -108,9 +108,18 @@ def check_teacher(recipe: Recipe, student: ModelConfig, layout: Layout) -> None:
         raise UserError(f"distill.on_policy_prompt {given.on_policy_prompt} leaves nothing of data.sequence {sequence}")
     if given.top_k >= teacher.vocabulary:
         raise UserError(f"distill.top_k {given.top_k} is not below the teacher's vocabulary of {teacher.vocabulary}")
+    if not given.top_k:
+        refuse_teacher(layout, given.layout, teacher, recipe.train.batch, sequence)
+
+
+def refuse_teacher(
+    layout: Layout, text: str, config: ModelConfig, batch: int, sequence: int, *, planning: bool = False
+) -> None:
+    """Raise `UserError` if the teacher cannot run on the ranks of a run. layout: layout of the run; text: value of
+    `distill.layout`; config: configuration of the teacher; batch, sequence: sequences of a step, tokens of each;
+    planning: see `refuse`."""
     try:
-        if not given.top_k:
-            refuse(make_teacher_layout(layout, given.layout, teacher), teacher, recipe.train.batch, sequence)
+        refuse(make_teacher_layout(layout, text, config), config, batch, sequence, planning=planning)
     except UserError as error:
         raise UserError(f"distill.teacher on the run's ranks: {error}") from None
 

@@ -23,7 +23,7 @@ from meshwright.planner.cost.pipeline_times import exposed_seconds
 from meshwright.planner.cost.rates import Collectives, Group, Rates, straggler_terms
 from meshwright.planner.cost.step_time import PARTS, StepTime, step_time
 from meshwright.planner.memory.rank_memory import memory_of
-from meshwright.planner.search.space import Problem
+from meshwright.planner.search.screen import Problem
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.spec.stages import Stage, cut_into_stages, whole_model

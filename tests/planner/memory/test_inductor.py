@@ -10,14 +10,15 @@ from meshwright.layout import Layout
 from meshwright.planner.cost.micro_batch import MicroBatch, layer_kind
 from meshwright.planner.memory import compiled_blocks
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT, CompiledBlock
-from meshwright.planner.memory.inductor import Buffer, Kernel, KernelMemory, simulate_allocations
+from meshwright.planner.memory.inductor import Kernel, KernelMemory, simulate_allocations
 from meshwright.planner.memory.ledger import ledger
+from meshwright.planner.memory.snapshot import Allocation
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import preset
 
 
-def buffer(name: str, size: int = 4, kind: str = "wide", **more: bool) -> Buffer:
-    return Buffer(name, kind, size, **more)  # type: ignore[arg-type]
+def buffer(name: str, size: int = 4, kind: str = "wide") -> Allocation:
+    return Allocation("activations", name, dtype=kind, bytes=size)
 
 
 def sizes(kernels: list[Kernel], given: dict[str, int], stay: set[str]) -> list[int]:
@@ -41,9 +42,9 @@ def test_reused_buffer_stays_allocated_until_reuse() -> None:
     assert sizes(kernels, {}, {"d"}) == [13, 15, 4 + 2 + 3, 3 + 4]
     other_type = [*kernels[:3], kernels[3]._replace(makes=(buffer("d", 4, "x"),))]
     assert sizes(other_type, {}, {"d"}) == [13, 15, 2 + 3, 3 + 4]
-    of_an_operator = [*kernels[:3], kernels[3]._replace(makes=(buffer("d", 4, operator=True),))]
+    of_an_operator = [*kernels[:3], kernels[3]._replace(operator=True)]
     assert sizes(of_an_operator, {}, {"d"}) == [13, 15, 2 + 3, 3 + 4]
-    from_an_operator = [kernels[0]._replace(makes=(buffer("a", 4, operator=True), buffer("high", 9))), *kernels[1:]]
+    from_an_operator = [kernels[0]._replace(operator=True), *kernels[1:]]
     assert sizes(from_an_operator, {}, {"d"}) == [13, 15, 2 + 3, 3 + 4]
 
 

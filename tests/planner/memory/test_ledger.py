@@ -12,8 +12,15 @@ from meshwright.layout import Layout
 from meshwright.planner.api import plan
 from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.memory import states
-from meshwright.planner.memory.ledger import CATEGORIES, Ledger, ledger
+from meshwright.planner.memory.ledger import CATEGORIES, Ledger, _StepReplay, ledger
+from meshwright.planner.memory.passes import SAVED, list_passes
+from meshwright.planner.memory.stage_snapshots import StageSnapshots
+from meshwright.planner.problem import Problem
+from meshwright.program.pipeline import Kind
+from meshwright.schedules.library import generate
+from meshwright.schedules.transfers import with_transfers
 from meshwright.spec.adapter_config import AdapterConfig
+from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import preset
 from meshwright.training import optimizer
 from tests.planner.cost.test_measured_rates import here
@@ -260,6 +267,53 @@ def test_1f1b_stage_has_published_micro_batches_in_flight() -> None:
 def test_zero_reduces_memory_of_a_rank() -> None:
     peaks = [of(f"dp8 zero{zero} mb2 ac:full bf16").peak_bytes for zero in range(4)]
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
+
+
+@pytest.mark.parametrize(
+    ("config", "layout"),
+    [
+        (DEEP, "dp2 zero3 mb2"), (DEEP, "dp2 zero2 pp2:interleaved:2 mb4 ac:full"), (DEEP, "pp2:zb-v mb4"),
+        (dataclasses.replace(MIXTURE, layers=6), "dp2 zero2 pp2 mb4 ep2"),
+        (dataclasses.replace(WINDOWED, layers=8), "dp2 zero1 pp2:zb-h1 mb4"),
+    ],
+)  # fmt: skip
+def test_skipping_alike_units_and_stages_changes_no_ledger(
+    config: ModelConfig, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed = Layout.parse(layout)
+    for rank in range(0, parsed.world_size, parsed.world_size // parsed.pp):
+        one = ledger(config, parsed, batch=16, sequence=128, rank=rank)
+        with monkeypatch.context() as patch:
+            patch.setattr(StageSnapshots, "_places", property(lambda self: range(len(self.units))))
+            patch.setattr(_StepReplay, "_example", lambda self, index: index)
+            every = ledger(config, parsed, batch=16, sequence=128, rank=rank)
+        assert (one, one.items) == (every, every.items)
+
+
+def test_passes_of_1f1b_hold_what_the_schedule_says() -> None:
+    """First of two ranks, three micro-batches: F0 F1 B0 F2 B1 B2."""
+    program = with_transfers(generate("1f1b", 2, 3))
+    passes, held, counts = list_passes(program, 0)
+    assert [each.kind for each in passes] == [
+        Kind.FORWARD,
+        Kind.FORWARD,
+        Kind.BACKWARD,
+        Kind.FORWARD,
+        Kind.BACKWARD,
+        Kind.BACKWARD,
+    ]
+    saved = counts[:, held.index((SAVED, 0))]
+    assert saved.tolist() == [0, 1, 1, 1, 1, 0]  # not that of the micro-batch that the pass computes
+    backwards = [(each.later, each.last) for each in passes if each.kind == Kind.BACKWARD]
+    assert backwards == [(False, False), (True, False), (True, True)]
+
+
+def test_teacher_with_fewer_layers_than_stages_is_refused_in_one_line() -> None:
+    teacher = TeacherWork(dataclasses.replace(DEEP, layers=3))
+    with pytest.raises(UserError, match="distill.teacher on the run's ranks: .* the model has 3 layers"):
+        ledger(DEEP, Layout.parse("pp4 mb8"), batch=8, sequence=128, teacher=teacher)
+    problem = Problem(DEEP, here(), 128, 8, teacher=teacher)
+    assert [problem.accepts(Layout.parse(text)) for text in ("pp2 mb8", "pp4 mb8")] == [True, False]
 
 
 def test_unknown_names_suggest_the_nearest() -> None:

@@ -20,9 +20,8 @@ from meshwright.planner.problem import Problem, parse_reserve
 from meshwright.planner.search import search as search_module
 from meshwright.planner.search import shortlist as shortlist_module
 from meshwright.planner.search.estimate import Estimate, estimate_layout
-from meshwright.planner.search.screen import ScreenedLayouts, screen
+from meshwright.planner.search.screen import ScreenedLayouts, layout_of, screen
 from meshwright.planner.search.search import FINAL, SearchResult, layout_kinds, search
-from meshwright.planner.search.space import layout_of
 from meshwright.planner.show.answers import no_fit_error, plan_document
 from meshwright.planner.show.page import plan_page
 from meshwright.planner.show.text import search_text
@@ -217,9 +216,8 @@ def test_looped_bfs_is_never_best(ranks: str, micro: int):
         others = min(seconds(each) for each in (f"interleaved:{chunks}", f"interleaved-zb:{chunks}", "zb-v", "1f1b"))
         assert seconds(f"looped-bfs:{chunks}") >= others * (1 - 1e-9)
     layout = Layout.parse(f"{ranks}:looped-bfs:4 mb{micro}")
-    kept = [
-        search_module.device_bytes(problem, layout.with_(schedule=name)) for name in ("looped-bfs", "interleaved")
-    ]  # fmt: skip
+    names = "looped-bfs", "interleaved"
+    kept = [fullest_rank(problem, layout.with_(schedule=name)).device_bytes for name in names]
     assert kept[0] >= kept[1]
 
 
@@ -281,7 +279,7 @@ def test_layout_that_fits_by_ledger_alone_is_found():
         *(column.tolist() for column in (every.candidate, every.pipe, every.zero, every.hybrid, needed)), strict=True
     )}  # fmt: skip
     for one in found.best:
-        exact = max(one.memory.device_bytes, search_module.device_bytes(problem, one.layout))
+        exact = one.memory.device_bytes
         if exact * 1.03 < closed[one.layout] < exact * shortlist_module.DOUBT_ABOVE:
             break
     else:

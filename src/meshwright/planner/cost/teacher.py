@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from meshwright.layout import Layout
 from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
 from meshwright.spec.config import ModelConfig
-from meshwright.spec.distillation import fit_vocabulary, map_layers, read_teacher_config
+from meshwright.spec.distillation import fit_vocabulary, map_layers, read_teacher_config, refuse_teacher
 
 if TYPE_CHECKING:
     from meshwright.recipe import Recipe
@@ -34,6 +34,12 @@ class TeacherWork:
     top_k: int = 0
     projected: int = 0
     divergence: str = "forward_kl"
+
+    def refuse(self, layout: Layout, batch: int, sequence: int) -> None:
+        """Raise `UserError` if the teacher cannot run on the ranks of a layout, as training does. batch, sequence:
+        sequences of a step, tokens of each."""
+        if not self.top_k:
+            refuse_teacher(layout, self.held, self.config, batch, sequence, planning=True)
 
     def forward_flops_per_token(self, sequence: int) -> float:
         """Return the FLOPs of the teacher's forward for one token; 0 if its outputs are cached. sequence: tokens that

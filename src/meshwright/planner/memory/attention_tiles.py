@@ -16,7 +16,7 @@ from typing import NamedTuple
 from meshwright.planner.cost.dimensions import Dimensions, count_flash_lines, list_properties
 from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Starts
 from meshwright.planner.cost.tables import holds
-from meshwright.planner.memory.snapshot import Allocation, activation, count_bytes, workspace
+from meshwright.planner.memory.snapshot import Allocation, activation, count_bytes
 from meshwright.planner.memory.temporaries import Pass
 from meshwright.spec.policy import ACCELERATOR_TILE, TILE_QUERIES, TILE_SCORES
 
@@ -129,9 +129,9 @@ def _replay_backward(batch: MicroBatch, kind: LayerKind, starts: Starts | None) 
             peak, masks = total, now.get("masks", 0) + sum(each.bytes for each in tensors if each.name == "masks")
             of_keys = sum(now.get(name, 0) for name in ("k", "v", "wide k", "dk", "dv"))
         now |= {each.name: each.bytes for each in tensors if each.category != "workspace"}
-    of_masks = [workspace("tile masks", masks)] if masks else []
-    of_tiles = workspace("attention tiles", peak - masks - of_keys)
-    return [*of_masks, of_tiles, workspace("tile keys and values", of_keys)]
+    of_masks = [Allocation("workspace", "tile masks", bytes=masks)] if masks else []
+    of_tiles = Allocation("workspace", "attention tiles", bytes=peak - masks - of_keys)
+    return [*of_masks, of_tiles, Allocation("workspace", "tile keys and values", bytes=of_keys)]
 
 
 def _list_assignments(sizes: Dimensions, cut: Tiles, starts: Starts | None) -> Iterator[Sequence[Allocation]]:

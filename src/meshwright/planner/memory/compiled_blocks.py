@@ -19,8 +19,8 @@ from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.cost.tables import Item, holds, parse_tensor, select, select_items
 from meshwright.planner.hardware.machine_profile import torch_version
 from meshwright.planner.memory.attention_tiles import attention_workspaces
-from meshwright.planner.memory.inductor import Buffer, Kernel, KernelMemory, find_peak
-from meshwright.planner.memory.snapshot import Allocation, NamedSnapshot, activation, count_bytes, workspace
+from meshwright.planner.memory.inductor import Kernel, KernelMemory, find_peak
+from meshwright.planner.memory.snapshot import Allocation, NamedSnapshot, activation, count_bytes
 from meshwright.planner.memory.temporaries import Pass
 from meshwright.toml import read_packaged_toml
 
@@ -195,19 +195,18 @@ class CompiledBlock:
         order of kernels in a mixture's backward, tested by conditions; "": not such a list."""
         found = []
         for verb, reads, writes in _select_kernels(name, self.true | {order}):
-            made = tuple(self._buffer(item.name, verb in ("call", "tiles")) for item in writes)
+            made = tuple(self._buffer(item.name) for item in writes)
             label = "attention" if verb == "ring" else made[0].name if made else ", ".join(reads)
             inside = attention_workspaces(self.batch, self.kind) if verb in ("ring", "tiles") else ()
             over = {item.name: item.value for item in writes if item.value}
-            found.append(Kernel(label, reads, made, over, tuple(inside)))
+            found.append(Kernel(label, reads, made, over, tuple(inside), verb in ("call", "tiles")))
         return found
 
-    def _buffer(self, name: str, operator: bool) -> Buffer:
-        """Return the memory buffer called `name`. operator: True if a custom operator returns the buffer; inductor then
-        does not reuse its memory."""
+    def _buffer(self, name: str) -> Allocation:
+        """Return the memory buffer called `name`."""
         dtype = element_types(self.batch.dtype)[self.entry(name).kind]
         category = "gradients" if name.startswith("weight gradient") else "activations"
-        return Buffer(name, dtype, self.bytes(name), category, operator)
+        return Allocation(category, name, dtype=dtype, bytes=self.bytes(name))
 
     # --- memory peaks
 
@@ -246,7 +245,7 @@ class CompiledBlock:
         if GRADIENT in state.arrived or GRADIENT in returned:
             left += gradients[:1]
         if state.at_once and self.batch.narrow and self.batch.device != "cuda":  # else products add to the sums
-            left.append(workspace("weight gradient", self._weight_gradients()))
+            left.append(Allocation("workspace", "weight gradient", bytes=self._weight_gradients()))
         return [*found, KernelMemory(COLLECTED, made, gone + given.get(INPUT, 0), tuple(left))]
 
     @property

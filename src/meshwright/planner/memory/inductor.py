@@ -15,30 +15,19 @@ from meshwright.planner.cost.micro_batch import Number
 from meshwright.planner.memory.snapshot import Allocation, NamedSnapshot, activation, count_bytes
 
 
-class Buffer(NamedTuple):
-    """Memory buffer that a kernel of a compiled graph writes.
-
-    name: name of the tensor in the buffer; dtype: torch's type name of an element; bytes: size; category: category of
-    the memory ledger; operator: True if a custom operator returns the buffer, which inductor then does not reuse."""
-
-    name: str
-    dtype: str
-    bytes: int
-    category: str = "activations"
-    operator: bool = False
-
-
 class Kernel(NamedTuple):
     """A kernel of a compiled graph.
 
-    name: label of the kernel; reads: names of the tensors that it reads; makes: buffers that it writes; over: {tensor
-    that it writes: tensor that it reads, whose buffer is overwritten}; inside: temporary allocations while it runs."""
+    name: label of the kernel; reads: names of the tensors that it reads; makes: tensors that it writes, each into a
+    buffer; over: {tensor that it writes: tensor that it reads, whose buffer is overwritten}; inside: temporary
+    allocations while it runs; operator: True for a custom operator, whose buffers inductor does not reuse."""
 
     name: str
     reads: tuple[str, ...]
-    makes: tuple[Buffer, ...]
+    makes: tuple[Allocation, ...]
     over: Mapping[str, str] = {}
     inside: tuple[Allocation, ...] = ()
+    operator: bool = False
 
 
 class KernelMemory(NamedTuple):
@@ -48,7 +37,7 @@ class KernelMemory(NamedTuple):
     freed so far; inside: temporary allocations of the kernel."""
 
     name: str
-    buffers: Mapping[str, Buffer]
+    buffers: Mapping[str, Allocation]
     gone: int = 0
     inside: tuple[Allocation, ...] = ()
 
@@ -60,7 +49,7 @@ class KernelMemory(NamedTuple):
     def snapshot(self, unit: str) -> NamedSnapshot:
         """Return the name and tensors of this memory snapshot. unit: prefix of the tensors' names, such as
         "layers.3"."""
-        found = [Allocation(each.category, f"{unit}.{name}", bytes=each.bytes) for name, each in self.buffers.items()]
+        found = [each._replace(name=f"{unit}.{name}", dtype="") for name, each in self.buffers.items()]
         freed = [activation(f"{unit}: freed", -self.gone)] if self.gone else []
         return f".{self.name}", [*found, *self.inside, *freed]
 
@@ -88,12 +77,12 @@ def simulate_allocations(
     peak = max(estimate, default=0)
     replaced = {old: at for at in every for old in kernels[at].over.values()}
     lives = [(made, first, replaced[made.name] - 1 if made.name in replaced else last) for made, first, last in lives]
-    reusable = {made.name: made for made, *_ in lives if not made.operator and made.name not in replaced}
-    waiting: list[tuple[Buffer, int]] = []  # freed buffers that may be reused, each with its last kernel
+    reusable = {made.name: made for made, at, _ in lives if not (kernels[at].operator or made.name in replaced)}
+    waiting: list[tuple[Allocation, int]] = []  # freed buffers that may be reused, each with its last kernel
     for at in every:
         for made in kernels[at].makes:
             alike = [each for each in waiting if (each[0].dtype, each[0].bytes) == (made.dtype, made.bytes)]
-            if not alike or made.operator or made.name in kernels[at].over:
+            if not alike or kernels[at].operator or made.name in kernels[at].over:
                 continue
             buffer, freed = alike[-1]
             between = range(freed + 1, at)
@@ -104,7 +93,7 @@ def simulate_allocations(
             waiting.remove(alike[-1])
             lives.append((buffer._replace(name=f"{buffer.name} (its place)"), freed + 1, at - 1))
         waiting += [(reusable[name], at) for name in names[at] if ends[name] == at and name in reusable]
-    buffers: list[dict[str, Buffer]] = [{} for _ in every]
+    buffers: list[dict[str, Allocation]] = [{} for _ in every]
     for made, first, last in lives:
         for at in range(first, last + 1):
             buffers[at][made.name] = made

@@ -4,11 +4,12 @@ It was compared with PyTorch's allocator on a CPU, and on CUDA with tensors with
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypedDict, Unpack
+
+import numpy as np
 
 from meshwright.collectives.quantities import GIB
 from meshwright.errors import UserError
@@ -20,15 +21,16 @@ from meshwright.planner.cost.engines import ENGINES, Engine
 from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch, Routed, Starts
 from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.memory.compiled_blocks import can_predict_compiled
+from meshwright.planner.memory.passes import INPUT_GRADIENT, QUEUE, RECEIVED, SAVED_AT_ONCE, SENT, Pass, list_passes
 from meshwright.planner.memory.saved import position_tables
-from meshwright.planner.memory.snapshot import Allocation, Snapshot
+from meshwright.planner.memory.snapshot import Allocation, Snapshot, count_bytes
 from meshwright.planner.memory.stage_snapshots import RankStep, StageSnapshots
 from meshwright.planner.memory.states import PassState, Reduction, flats_of, list_states
 from meshwright.planner.memory.teacher import TeacherMemory
-from meshwright.program import consumed_sends
-from meshwright.program.pipeline import ARRIVING, COMPUTING
+from meshwright.program.order import Integers
 from meshwright.schedules.transfers import with_transfers
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameter_entries import REDUCTIONS_IN_FLIGHT
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.partition import Partition
 from meshwright.spec.refuse import refuse
@@ -40,12 +42,11 @@ CATEGORIES = (
 )
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "workspace")
 """Categories of the peak in JSON answers, in which "workspace" includes communication and logits."""
-QUEUE = "queue of weight gradients"
-
-# As plain numbers: programs have tens of thousands of steps, and enumeration members are slow.
-_FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT = map(int, COMPUTING)
-_COMPUTING, _ARRIVING = frozenset(map(int, COMPUTING)), frozenset(map(int, ARRIVING))
-_SENT, _RECEIVED = ("communication", "pipeline tensor to send"), ("communication", "received pipeline tensor")
+_HELD = {
+    SENT: ("communication", "pipeline tensor to send"), RECEIVED: ("communication", "received pipeline tensor"),
+    QUEUE: ("activations", "queue of weight gradients"),
+}  # fmt: skip
+"""Category and name of tensors that stay allocated between passes."""
 
 REPEATING = (
     "1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe", "dualpipe-v",
@@ -159,6 +160,8 @@ def ledger(
     """
     check_options(ledger, options, LedgerOptions)
     refuse(layout, config, batch, sequence, planning=True)
+    if (teacher := options.get("teacher")) is not None:
+        teacher.refuse(layout, batch, sequence)
     name = options.get("precision") or layout.precision or "fp32"
     dtype = options.get("parameter_dtype")
     if dtype is None and name not in DTYPES:
@@ -186,12 +189,6 @@ def shorten_repeating_schedule(layout: Layout) -> Layout:
     return layout.with_(micro_batches=enough)
 
 
-Waiting = Mapping[StageSnapshots, int]
-"""{stage: number of micro-batches whose saved activations wait for their backward}."""
-Others = Mapping[tuple[str, str, int], int]
-"""{(category, name, stage): bytes} of tensors outside passes: those that are sent and received, and queues."""
-
-
 class _StepReplay:
     """Replay of a rank's training step, in the order of its pipeline schedule, that finds the memory peak. batch:
     micro-batch; rank: global rank; options: options of the function `ledger`."""
@@ -200,17 +197,19 @@ class _StepReplay:
         config, layout, sequence = batch.config, batch.layout, batch.sequence
         self.batch, self.config, self.layout = batch, config, layout
         self.graphs = options.get("graphs", False)
-        self.workspace = 0
-        if batch.device == "cuda":
-            self.workspace = CUBLAS_WORKSPACES.get(options.get("architecture", ""), CUBLAS_WORKSPACE)
+        of_cublas = CUBLAS_WORKSPACES.get(options.get("architecture", ""), CUBLAS_WORKSPACE)
+        self.workspace = of_cublas if batch.device == "cuda" else 0
+        self._examples: dict[object, int] = {}
         self.place = layout.coordinates(rank)
         self.table = _table(config)
         self.program = _add_transfers(program_for(shorten_repeating_schedule(layout), config, sequence))
         self.partition = Partition.of(self.program, config, self.table, sequence)
+        self._units = {one.index: self.partition.units(one) for one in self.partition.stages_on(self.place["pp"])}
         flats = flats_of(self.table, layout, self.partition.units_on(self.place["pp"]))
         sums = element_types(batch.dtype)["wide"]
         self.states = list(list_states(flats, batch.dtype, sums, options.get("optimizer", "adamw")))
-        split = any(kind == _INPUT_GRADIENT for _, kind, *_ in self._steps())
+        self.passes, self.held, self.counts = list_passes(self.program, self.place["pp"])
+        split = any(each.kind == INPUT_GRADIENT for each in self.passes)
         # What experts leave for later cuts a compiled block into pieces.
         pieces = split and any(map(config.has_experts, range(config.layers)))
         teacher = options.get("teacher")
@@ -218,19 +217,19 @@ class _StepReplay:
             batch, flats, self.table.tied, self.place["tp"], options.get("compile", False) and not pieces, split,
             None if teacher is None else TeacherMemory(teacher, batch),
         )  # fmt: skip
-        self.passes = Counter(stage for _, kind, stage, *_ in self._steps() if kind == _FORWARD)
 
     def ledger(self) -> Ledger:
         """Return the ledger of all tensors at the step's memory peak."""
         stay = list(self._whole_step_items())
-        base = sum(item.bytes for item in stay)
-        transient, peak_snapshot, waiting, others = max(self._replay_steps(), key=lambda each: each[0])
-        items = [*stay, *self._snapshot_items(peak_snapshot, waiting, others)]
-        total = base + transient
+        base = count_bytes(stay)
+        held = self.counts @ np.array([self._size(*each) for each in self.held], np.int64)
+        at, peak = self._find_peak(held)
         framework = 0 if self.batch.device == "cpu" else CUDA_CONTEXT_BYTES
         compiled = self.step.compiled and can_predict_compiled(self.batch)
-        assert sum(item.bytes for item in items) == total
-        return Ledger(tuple(items), total, peak_snapshot.name, base, compiled, framework_bytes=framework)
+        items = *stay, *self._held_items(self.counts[at].tolist()), *self._snapshot_items(peak)
+        total = base + int(held[at]) + peak.bytes
+        assert count_bytes(items) == total
+        return Ledger(items, total, peak.name, base, compiled, framework_bytes=framework)
 
     def _whole_step_items(self) -> Iterator[Allocation]:
         """Yield the tensors allocated during the whole step: model states, position tables, batch, cuBLAS workspaces
@@ -247,64 +246,70 @@ class _StepReplay:
         for name, of in (("batch.tokens", shape), ("batch.targets", targets), *documents):
             yield Allocation("workspace", name, of, "int64", 8 * math.prod(of), None, "start of step", "end of step")
 
-    def _replay_steps(self) -> Iterator[tuple[int, Snapshot, Waiting, Others]]:
-        """Yield (bytes, memory snapshot, micro-batches that wait for their backward, other allocations outside the
-        pass) at the memory peak of each forward and backward of the schedule."""
-        rank, last, placement = self.place["pp"], self.program.stages - 1, self.program.placement
-        answers = consumed_sends.find_consumed_sends(self.program, rank)
-        at_once = consumed_sends.find_followed_forwards(self.program, rank)
-        left, stream = dict(self.passes), self.batch.stream_bytes
-        alive, waiting = Counter[tuple[str, str, int]](), Counter[StageSnapshots]()
+    def _find_peak(self, held: Integers) -> tuple[int, Snapshot]:
+        """Return (index of the pass at the step's memory peak, memory snapshot at the peak of this pass). held: bytes
+        of the tensors that stay allocated while each pass runs [passes].
+
+        Of passes of one kind through alike stages, in alike states, only the one with the most bytes outside it is
+        computed."""
+        sharded = any(flat.zero >= 2 for flat in self.step.flats)  # else all reductions are alike
+        known: dict[tuple[Pass, tuple[Reduction, ...]], tuple[object, PassState, tuple[Reduction, ...]]] = {}
+        most: dict[object, tuple[int, int, PassState]] = {}
         in_flight: tuple[Reduction, ...] = ()
-        for at, kind, stage, replica, micro_batch in self._steps():
-            if kind not in _COMPUTING:
-                if kind in _ARRIVING:
-                    value = consumed_sends.compute_carried_value(kind, stage, replica, micro_batch)
-                    alive[*_RECEIVED, value[2]] += stream
-                continue
-            part = self.stage(stage, (stage, replica, micro_batch) in at_once)
-            for value in answers.get(at, ()):
-                alive[*_SENT, value[2]] -= stream
-            what = consumed_sends.compute_read_value(last, kind, stage, replica, micro_batch)
-            if what is not None:  # it becomes the stage's input, or the gradient that its snapshots count
-                here = placement[what[1]][what[2]] == rank
-                alive[*(_SENT if here else _RECEIVED), what[2]] -= stream
-            if kind in (_BACKWARD, _INPUT_GRADIENT):
-                left[stage] -= 1
-                waiting[part] -= 1
-            state = PassState(self.passes[stage] - left[stage] > 1, left[stage] == 0, in_flight)
-            highest, in_flight = part.find_peak(kind, state)
-            assert min((*alive.values(), *waiting.values()), default=0) >= 0, alive
-            saved = sum(count * each.saved_bytes for each, count in waiting.items())
-            yield sum(alive.values()) + saved + highest.bytes, highest, dict(waiting), dict(alive)
-            if kind == _FORWARD:
-                waiting[part] += 1
-            elif kind != _BACKWARD:
-                alive["activations", QUEUE, stage] += part.queue if kind == _INPUT_GRADIENT else -part.queue
-            if stage < last if kind == _FORWARD else kind != _WEIGHT_GRADIENT and stage > 0:
-                alive[*_SENT, stage] += stream
+        for at, (each, size) in enumerate(zip(self.passes, held.tolist(), strict=True)):
+            if (each, in_flight) not in known:
+                state = PassState(each.later and sharded, each.last, in_flight)
+                sizes = state._replace(before=tuple(one._replace(flat=one.flat._replace(unit="")) for one in in_flight))
+                after = self.step.start_reductions(each.kind, state, self._units[each.stage])[-REDUCTIONS_IN_FLIGHT:]
+                known[each, in_flight] = (self._example(each.stage), each.at_once, each.kind, sizes), state, after
+            alike, state, in_flight = known[each, in_flight]
+            if alike not in most or size > most[alike][0]:
+                most[alike] = size, at, state
+        found = []
+        for size, at, state in most.values():
+            each = self.passes[at]
+            peak = self.stage(self._example(each.stage), each.at_once).find_peak(each.kind, state)
+            found.append((-size - peak.bytes, at, state))
+        _, at, state = min(found, key=lambda one: one[:2])
+        each = self.passes[at]
+        return at, self.stage(each.stage, each.at_once).find_peak(each.kind, state)
+
+    def _size(self, what: int, stage: int) -> int:
+        """Return the bytes of one of the tensors that stay allocated between passes. what: such as `SENT`."""
+        if what in (SENT, RECEIVED):
+            return int(self.batch.stream_bytes)
+        at_once = next(each.at_once for each in self.passes if each.stage == stage)
+        part = self.stage(self._example(stage), at_once if what == QUEUE else what == SAVED_AT_ONCE)
+        return part.queue if what == QUEUE else part.saved_bytes
+
+    @cached_method
+    def _example(self, index: int) -> int:
+        """Return the index of a stage of the rank whose tensors have the same sizes as those of stage `index`, the same
+        for all stages that are alike."""
+        stage = self.partition.stages[index]
+        alike = stage.first, stage.last, tuple(map(self.step.likeness, self._units[index]))
+        return self._examples.setdefault(alike, index)
 
     @cached_method
     def stage(self, index: int, at_once: bool) -> StageSnapshots:
         """Return the generator of memory snapshots of the stage with index `index`. at_once: True if each backward of
         the stage directly follows its forward."""
-        stage = self.partition.stages[index]
-        return StageSnapshots(self.step, stage, self.partition.units(stage), at_once)
+        return StageSnapshots(self.step, self.partition.stages[index], self._units[index], at_once)
 
-    def _steps(self) -> list[consumed_sends.Row]:
-        """Return this rank's steps of the pipeline program (forwards, backwards, sends, receives), in order."""
-        return consumed_sends.list_rank_steps(self.program, self.place["pp"])
+    def _held_items(self, counts: Iterable[int]) -> Iterator[Allocation]:
+        """Yield the ledger items of the tensors that stay allocated between passes. counts: number of each."""
+        for (what, stage), count in zip(self.held, counts, strict=True):
+            if what in _HELD:
+                if size := count * self._size(what, stage):
+                    category, name = _HELD[what]
+                    yield Allocation(category, f"stage {stage}: {name}", (), "", size, stage, "forward", "backward")
+                continue
+            for tensor in self.stage(stage, what == SAVED_AT_ONCE).saved if count else ():
+                title = tensor.name if count == 1 else f"{tensor.name} x {count}"
+                yield tensor._replace(name=title, bytes=tensor.bytes * count, stage=stage)
 
-    def _snapshot_items(self, snapshot: Snapshot, waiting: Waiting, others: Others) -> Iterator[Allocation]:
-        """Yield the ledger items at a snapshot, without items that are allocated during the whole step. waiting,
-        others: see `_replay_steps`."""
-        for part, count in waiting.items():
-            for each in part.saved if count else ():
-                title = each.name if count == 1 else f"{each.name} x {count}"
-                yield each._replace(name=title, bytes=each.bytes * count, stage=part.stage.index)
-        for (category, name, of), size in others.items():
-            if size:
-                yield Allocation(category, f"stage {of}: {name}", (), "", size, of, "forward", "backward")
+    def _snapshot_items(self, snapshot: Snapshot) -> Iterator[Allocation]:
+        """Yield the ledger items of a snapshot of one pass."""
         yield from (each._replace(stage=snapshot.stage) for each in snapshot.list_saved())
         for each in snapshot.temporaries:
             yield each._replace(stage=snapshot.stage, first=snapshot.name, last=snapshot.name)

@@ -6,6 +6,7 @@ figures: bytes per parameter, saved activations of a layer, micro-batches in fli
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -26,7 +27,7 @@ from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.memory.activation_bytes import state_bytes_per_parameter
 from meshwright.planner.memory.ledger import CUDA_CONTEXT_BYTES, MEMORY_PARTS, Ledger, ledger
 from meshwright.planner.memory.published import loss_bytes, published_layer
-from meshwright.planner.memory.snapshot import Allocation
+from meshwright.planner.memory.snapshot import Allocation, count_bytes
 from meshwright.planner.problem import Problem
 from meshwright.spec.stage_times import program_for
 from meshwright.spec.stages import Stage
@@ -66,33 +67,36 @@ def merge_layers(items: Iterable[Allocation]) -> list[Allocation]:
     return sorted(merged, key=lambda item: -item.bytes)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> Ledger:
     """Return the memory of the pipeline rank `pp_rank` at its peak. Raises `UserError` for an infeasible layout."""
     if problem.engine.name == "meshwright":
         found = ledger(
             problem.config, layout, batch=problem.batch, sequence=problem.sequence, optimizer=problem.optimizer,
-            precision=problem.precision, rank=pp_rank * layout.tp * layout.cp * layout.dp,
-            documents=problem.documents > 1,
-            device=problem.cluster.kind, compile=problem.compile, pairs=problem.pairs, graphs=problem.graphs,
+            precision=problem.precision, rank=pp_rank * layout.tp * layout.cp * layout.dp, graphs=problem.graphs,
+            documents=problem.documents > 1, device=problem.cluster.kind, compile=problem.compile, pairs=problem.pairs,
             teacher=problem.teacher, architecture=problem.cluster.device.architecture, engine=problem.engine,
         )  # fmt: skip
     else:
         items = tuple(_published(problem, layout, pp_rank))
-        found = Ledger(items, sum(item.bytes for item in items), "most micro-batches in flight")
+        found = Ledger(items, count_bytes(items), "most micro-batches in flight")
     slack = round(slack_fraction(problem.cluster) * found.peak_bytes)
     nccl = estimate_buffer_bytes(layout, problem.cluster.devices_per_node) if problem.cluster.kind == "cuda" else 0
     return replace(found, pp_rank=pp_rank, framework_bytes=context_bytes(problem), slack_bytes=slack, nccl_bytes=nccl)
 
 
 def distinct_ranks(problem: Problem, layout: Layout) -> list[int]:
-    """Return the pipeline ranks whose memory must be computed to find the highest peak. They are the first and the last
-    rank of each set of ranks with equal stages, as one of these two has the most micro-batches in flight."""
-    found: dict[tuple[object, ...], list[int]] = {}
+    """Return the pipeline ranks whose memory must be computed to find the highest peak, first those that hold the most
+    layers of micro-batches in flight. They are the first and the last rank of each set of ranks with equal stages, as
+    one of these two has the most micro-batches in flight."""
+    waiting, queued = in_flight(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
+    held = (waiting + queued).max(axis=0)
+    found: dict[tuple[tuple[int, bool, bool], ...], list[int]] = {}
     for rank, place in enumerate(stages_at(problem, layout)):
         kind = tuple((len(stage.layers), stage.first, stage.last) for stage in place)
         found.setdefault(kind, []).append(rank)
-    return sorted({rank for ranks in found.values() for rank in (ranks[0], ranks[-1])})
+    layers = {end: sum(count for count, *_ in kind) for kind, ranks in found.items() for end in (ranks[0], ranks[-1])}
+    return sorted(layers, key=lambda rank: (-held[rank] * layers[rank], -rank))
 
 
 def stages_at(problem: Problem, layout: Layout) -> list[list[Stage]]:
@@ -145,8 +149,13 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Alloc
         yield Allocation("communication", "gathered parameters", bytes=round(x * (whole if once else 2 * layer)))
 
 
-@lru_cache(maxsize=64)
-def fullest_rank(problem: Problem, layout: Layout) -> Ledger:
-    """Return the memory of the pipeline rank with the highest peak."""
-    places = distinct_ranks(problem, layout)
-    return max((memory_of(problem, layout, place) for place in places), key=lambda rank: rank.device_bytes)
+def fullest_rank(problem: Problem, layout: Layout, limit: float = math.inf, most: int | None = None) -> Ledger:
+    """Return the memory of the pipeline rank with the highest peak. limit: as soon as a rank needs more bytes than this
+    on a device, its memory is returned, and the ranks after it are not computed; most: number of ranks to compute,
+    those that are expected to need the most; None: all that differ."""
+    found = list[Ledger]()
+    for rank in distinct_ranks(problem, layout)[:most]:
+        found.append(memory_of(problem, layout, rank))
+        if found[-1].device_bytes > limit:
+            break
+    return max(found, key=lambda each: (each.device_bytes, -each.pp_rank))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -41,6 +41,7 @@ def saved_activations(
     return found
 
 
+@lru_cache(maxsize=64)
 def position_tables(config: ModelConfig, sequence: int, parameter_dtype: str = "float32") -> list[Allocation]:
     """Return the cosine and sine tables of rotary positions for `sequence` tokens, rounded up to a power of two. The
     list is empty for models without rotary positions. parameter_dtype: torch's type name."""

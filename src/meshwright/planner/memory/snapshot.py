@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from meshwright.planner.cost.micro_batch import Number
 
@@ -37,36 +37,17 @@ NamedSnapshot = tuple[str, list[Allocation]]
 
 
 def activation(name: str, size: int) -> Allocation:
-    """Return an allocation of category "activations": a short-lived activation, or the gradient of an activation. size:
-    bytes."""
+    """Return a short-lived activation, or the gradient of an activation. size: bytes."""
     return Allocation("activations", name, bytes=size)
 
 
-def gradient(name: str, size: int) -> Allocation:
-    """Return an allocation of category "gradients". size: bytes."""
-    return Allocation("gradients", name, bytes=size)
-
-
-def workspace(name: str, size: int) -> Allocation:
-    """Return an allocation of category "workspace": memory that a kernel or loop needs while it runs. size: bytes."""
-    return Allocation("workspace", name, bytes=size)
-
-
 def message(name: str, size: int) -> Allocation:
-    """Return an allocation of category "communication": a tensor that is being sent or received. size: bytes."""
+    """Return a tensor that is being sent or received. size: bytes."""
     return Allocation("communication", name, bytes=size)
 
 
-class Sized(Protocol):
-    """Something with a size in bytes."""
-
-    @property
-    def bytes(self) -> Number:
-        """Size in bytes."""
-
-
-def count_bytes(tensors: Iterable[Sized]) -> Number:
-    """Return the total bytes of tensors or buffers."""
+def count_bytes(tensors: Iterable[Allocation]) -> Number:
+    """Return the total bytes of tensors."""
     return sum(each.bytes for each in tensors)
 
 

@@ -11,29 +11,11 @@ from typing import Any
 from meshwright.planner.cost.cached import cached_method
 from meshwright.planner.cost.dimensions import layer_dimensions
 from meshwright.planner.cost.micro_batch import MicroBatch, Number, layer_kind
-from meshwright.planner.memory import temporaries
+from meshwright.planner.memory import compiled_blocks, temporaries
 from meshwright.planner.memory.attention_tiles import attention_workspaces
-from meshwright.planner.memory.compiled_blocks import (
-    COLLECTED,
-    GRADIENT,
-    INPUT,
-    Backward,
-    CompiledBlock,
-    can_predict_compiled,
-    compiled_block,
-    list_mixture_backward,
-)
+from meshwright.planner.memory.compiled_blocks import Backward, CompiledBlock
 from meshwright.planner.memory.saved import saved_activations
-from meshwright.planner.memory.snapshot import (
-    Allocation,
-    NamedSnapshot,
-    Snapshot,
-    activation,
-    count_bytes,
-    gradient,
-    message,
-    workspace,
-)  # fmt: skip
+from meshwright.planner.memory.snapshot import Allocation, NamedSnapshot, Snapshot, activation, count_bytes, message
 from meshwright.planner.memory.states import Flat, PassState, Reduction, gradient_buffers
 from meshwright.planner.memory.teacher import TeacherMemory
 from meshwright.program.pipeline import Kind
@@ -42,6 +24,9 @@ from meshwright.spec.stages import LOOKED_UP, Stage
 
 OF_HEAD = ("head.", "final_norm.", "transform.", "transform_norm.", "pooler.", "classifier.", "loss")
 """Prefixes of the names of activations that the head's FSDP unit saves."""
+
+_NEIGHBOURS = 4 + REDUCTIONS_IN_FLIGHT
+"""Number of units, from the one before, on whose parameters the memory of a unit's backward depends."""
 
 
 def queued_bytes(batch: MicroBatch, unrecomputed: Sequence[Allocation], layer: int, attention: bool = True) -> Number:
@@ -89,6 +74,28 @@ class RankStep:
         """{number of elements: number of buffers} of the unsharded gradient buffers that layers share."""
         return gradient_buffers(self.flats)
 
+    @cached_method
+    def likeness(self, unit: str) -> object:
+        """Return a value that is equal for units whose tensors have equal sizes."""
+        if not unit.startswith("layers."):
+            return unit
+        layer, config = int(unit.split(".")[1]), self.batch.config
+        kind = layer if layer in self.batch.routed else (layer_kind(config, layer), config.layer_rotation(layer))
+        return kind, *(flat._replace(unit="") for flat in self.list_flats([unit]))
+
+    def list_flats(self, units: Iterable[str]) -> list[Flat]:
+        """Return the flat parameter buffers of units."""
+        return [flat for unit in units for flat in self.flats_by_unit.get(unit, ())]
+
+    def start_reductions(self, kind: int, state: PassState, units: Sequence[str]) -> tuple[Reduction, ...]:
+        """Return the gradient reductions in flight after a pass through units, given in forward order. kind: kind of
+        the pass; an input-gradient pass completes the gradients of other units than layers, a weight-gradient pass
+        those of layers. state: state of the stage when it begins."""
+        completed = {Kind.FORWARD: (), Kind.INPUT_GRADIENT: (False,), Kind.WEIGHT_GRADIENT: (True,)}
+        of = completed.get(Kind(kind), (False, True))
+        flats = self.list_flats(unit for unit in reversed(units) if unit.startswith("layers.") in of)
+        return *state.before, *(Reduction(flat, state.later) for flat in flats if flat.zero >= 2 or state.last)
+
 
 class StageSnapshots:
     """Generator of the memory snapshots of a stage's passes on one rank.
@@ -114,18 +121,16 @@ class StageSnapshots:
         self._examples: dict[object, str] = {}
 
     @cached_method
-    def find_peak(self, kind: int, state: PassState) -> tuple[Snapshot, tuple[Reduction, ...]]:
-        """Return (memory snapshot at the peak of one pass of the stage, gradient reductions in flight when the pass
-        ends). kind: forward, backward, input-gradient or weight-gradient pass; state: state of the stage when the pass
-        begins."""
+    def find_peak(self, kind: int, state: PassState) -> Snapshot:
+        """Return the memory snapshot at the peak of one pass of the stage. kind: forward, backward, input-gradient or
+        weight-gradient pass; state: state of the stage when the pass begins."""
         if kind == Kind.FORWARD:
             snapshots = self._forward(state)
         elif kind == Kind.WEIGHT_GRADIENT:
             snapshots = self._weight_gradients(state)
         else:
             snapshots = self._backward(kind == Kind.INPUT_GRADIENT, state)
-        peak = max(snapshots, key=lambda snapshot: snapshot.bytes)
-        return peak, (*state.before, *self._started_reductions(kind, state))[-REDUCTIONS_IN_FLIGHT:]
+        return max(snapshots, key=lambda snapshot: snapshot.bytes)
 
     def _by_unit(self, saved: Sequence[Allocation]) -> dict[str, list[Allocation]]:
         """Return {FSDP unit (layer, embedding or head): its saved activations}, in order. The key "" has the
@@ -153,7 +158,8 @@ class StageSnapshots:
             for _, computed in teacher.list_snapshots("teacher_forward"):
                 yield Snapshot("teacher: forward", 0, (*around, *computed))
             around += teacher.list_states()
-        for place, unit in enumerate(self.units):
+        for place in self._places:
+            unit = self.units[place]
             for name, extras in self._unit_forward(unit):
                 yield self._snapshot(f"{unit}{name}: forward", place, [*around, *self._gathered(place, +1), *extras])
         if not self.stage.last:
@@ -195,22 +201,38 @@ class StageSnapshots:
         queue = 0  # of a split backward: what weight gradients need
         for place in reversed(range(len(self.units))):
             unit = self.units[place]
-            block, is_head = self._block(unit), unit == "head"
-            at_end = block is not None and block.name != "front"  # gradient buffers come at its end
-            at_end |= unit in LOOKED_UP or (is_head and self.batch.config.head in ("next", "masked"))
-            started = [] if split else self._started_reductions(Kind.BACKWARD, state, after=place)
-            opened = [] if split else self._unsharded(self._flats([unit]))
-            around = [*self._gathered(place, -1), *self._in_flight([*state.before, *started])]
-            around += self._held_throughout(split, is_head, place == len(self.units) - 1, queue) + (not at_end) * opened
-            for name, extras in self._unit_backward(place, split):
-                tensors = *around, *(opened if at_end and name == f".{COLLECTED}" else []), *extras
-                yield self._snapshot(f"{unit}{name}: backward", place + 1, tensors)
+            if split or place in self._places:
+                yield from self._backward_of(place, split, queue, state.before)
             if split and unit in self._layer:
                 queue += self._queue_of(unit)
+            elif not split:
+                state = state._replace(before=self.step.start_reductions(Kind.BACKWARD, state, [unit]))
         if split:  # units without products are complete: until now their gradients were held beside the sums
-            ends = self._unsharded(self._flats(unit for unit in self.units if unit not in self._layer))
+            ends = self._unsharded(self.step.list_flats(unit for unit in self.units if unit not in self._layer))
             waiting = activation("queue of weight gradients", queue)
             yield self._snapshot("input gradients", 0, (waiting, *ends, *self._in_flight(state.before)))
+
+    def _backward_of(self, place: int, split: bool, queue: int, posted: Sequence[Reduction]) -> Iterator[Snapshot]:
+        """Yield the memory snapshots of the backward of the unit with index `place`. split: True if only input
+        gradients are computed; queue: bytes of the operands of queued weight gradients; posted: gradient reductions
+        started before."""
+        unit = self.units[place]
+        block, is_head = self._block(unit), unit == "head"
+        at_end = block is not None and block.name != "front"  # gradient buffers come at its end
+        at_end |= unit in LOOKED_UP or (is_head and self.batch.config.head in ("next", "masked"))
+        opened = [] if split else self._unsharded(self.step.list_flats([unit]))
+        around = [*self._gathered(place, -1), *self._in_flight(posted)]
+        around += self._held_throughout(split, is_head, place == len(self.units) - 1, queue) + (not at_end) * opened
+        for name, extras in self._unit_backward(place, split):
+            tensors = *around, *(opened if at_end and name == f".{compiled_blocks.COLLECTED}" else []), *extras
+            yield self._snapshot(f"{unit}{name}: backward", place + 1, tensors)
+
+    @cached_property
+    def _places(self) -> list[int]:
+        """Indices of the units at which memory may peak in a forward or in a backward that is not split: of units that
+        are alike, with alike neighbours, only the last, as it runs with the most saved activations."""
+        alike = [None, *map(self.step.likeness, self.units)]
+        return list({tuple(alike[at : at + _NEIGHBOURS]): at for at in range(len(self.units))}.values())
 
     @cached_method
     def _held_throughout(self, split: bool, is_head: bool, arrived: bool, queue: int) -> list[Allocation]:
@@ -224,11 +246,12 @@ class StageSnapshots:
     def _weight_gradients(self, state: PassState) -> Iterator[Snapshot]:
         """Yield the memory snapshots of the pass that computes queued weight gradients. state: state of the stage when
         the pass begins."""
-        sizes, started = layer_dimensions(self.batch, 0), self._started_reductions(Kind.WEIGHT_GRADIENT, state)
+        sizes = layer_dimensions(self.batch, 0)
         largest = max(sizes["qkv hidden x"], sizes["up hidden x"])
-        extras = [] if self.fused else [workspace("weight gradient", largest)]
-        around = self._in_flight([*state.before, *started]), self._unsharded(self._flats(self.units[:1]))
-        yield Snapshot("weight gradients", 0, (*extras, *around[0], *around[1]))
+        extras = [] if self.fused else [Allocation("workspace", "weight gradient", bytes=largest)]
+        posted = self.step.start_reductions(Kind.WEIGHT_GRADIENT, state, self.units)
+        opened = self._unsharded(self.step.list_flats(self.units[:1]))
+        yield Snapshot("weight gradients", 0, (*extras, *self._in_flight(posted), *opened))
 
     def _unit_backward(self, unit_index: int, split: bool) -> Iterator[NamedSnapshot]:
         """Yield (snapshot name, temporaries) for the backward of the unit with index `unit_index`. split: True if only
@@ -245,11 +268,12 @@ class StageSnapshots:
             if "keeps_hidden" not in loss.dimensions.true:
                 yield from loss.snapshots("loss")
         elif block is not None:
-            ends = {GRADIENT: self.units[-1]} | ({} if self.stage.first else {INPUT: self.units[0]})
+            ends = {compiled_blocks.GRADIENT: self.units[-1]}
+            ends |= {} if self.stage.first else {compiled_blocks.INPUT: self.units[0]}
             arrived = frozenset(name for name, end in ends.items() if end == unit)
             if block.name == "front":
                 saved = self._whole_of[unit], self._saved_of[unit]
-                yield from list_mixture_backward(block, self._layer[unit], saved, Backward(arrived))
+                yield from compiled_blocks.list_mixture_backward(block, self._layer[unit], saved, Backward(arrived))
             else:
                 state = Backward(arrived, self.step.queues, self.step.queues and not split)
                 yield from (held.snapshot(unit) for held in block.backward(state))
@@ -260,9 +284,7 @@ class StageSnapshots:
             if copies and self.batch.layout.recompute != "none":
                 again += sum(each.bytes for each in self._saved_of[unit] if each.name == f"{unit}.input")
             more = [activation("recomputed", again)] if again > 0 else []
-            layer = self._layer[unit]
-            alike = layer if layer in self.batch.routed else layer_kind(self.batch.config, layer)
-            example = self._examples.setdefault(alike, unit)  # equal layers have equal temporaries
+            example = self._examples.setdefault(self.step.likeness(unit), unit)  # equal layers have equal temporaries
             for name, extras in self._layer_backward(example, split, unit == self.units[-1]):
                 yield name, [*more, *extras]
         elif unit in LOOKED_UP and self.batch.config.adapter is None:
@@ -295,9 +317,9 @@ class StageSnapshots:
     def _block(self, unit: str) -> CompiledBlock | None:
         """Return the compiled layer that a unit such as "layers.3" is; None for other units, and for a layer whose
         memory cannot be predicted as compiled."""
-        if not self.step.compiled or unit not in self._layer or not can_predict_compiled(self.batch):
+        if not self.step.compiled or unit not in self._layer or not compiled_blocks.can_predict_compiled(self.batch):
             return None
-        return compiled_block(self.batch, layer_kind(self.batch.config, self._layer[unit]))
+        return compiled_blocks.compiled_block(self.batch, layer_kind(self.batch.config, self._layer[unit]))
 
     # --- parameters and gradients
 
@@ -311,20 +333,21 @@ class StageSnapshots:
         if self.step.tied and ("head" in names or (step > 0 and self.both_ends)):
             names.add("embedding")
         return [
-            message(f"{flat.name} gathered", flat.held_bytes(flat.padded, self.batch.itemsize))
-            for flat in self._flats(sorted(names))
+            Allocation(
+                "communication", f"{flat.name} gathered", bytes=flat.held_bytes(flat.padded, self.batch.itemsize)
+            )
+            for flat in self.step.list_flats(sorted(names))
             if flat.zero == 3
         ]
-
-    def _flats(self, units: Iterable[str]) -> Iterator[Flat]:
-        """Yield the flat parameter buffers of units."""
-        return (flat for unit in units for flat in self.step.flats_by_unit.get(unit, ()))
 
     def _unsharded(self, flats: Iterable[Flat]) -> list[Allocation]:
         """Return the unsharded gradient buffers that flat parameter buffers allocate in a backward under ZeRO-2 and 3,
         without those shared by layers, which are counted elsewhere."""
         flats = (flat for flat in flats if flat.zero >= 2 and flat.padded not in self.step.reused)
-        return [gradient(f"{flat.name} unsharded gradient", flat.padded * self.batch.wide) for flat in flats]
+        return [
+            Allocation("gradients", f"{flat.name} unsharded gradient", bytes=flat.padded * self.batch.wide)
+            for flat in flats
+        ]
 
     def _in_flight(self, posted: Sequence[Reduction]) -> list[Allocation]:
         """Return the tensors of the gradient reductions in flight. posted: all reductions started so far; only the last
@@ -338,13 +361,3 @@ class StageSnapshots:
                 found.append(message(f"{flat.name} parts of other ranks", shard * (flat.shards - 1)))
             found += self._unsharded([flat])
         return found
-
-    def _started_reductions(self, kind: int, state: PassState, after: int = -1) -> list[Reduction]:
-        """Return, in order, the gradient reductions that a pass starts. kind: kind of the pass; an input-gradient pass
-        completes the gradients of other units than layers, a weight-gradient pass those of layers. state: state of the
-        stage when it begins. after: index of a unit; only reductions of later units."""
-        if kind == Kind.FORWARD:
-            return []
-        every, of_layers = kind == Kind.BACKWARD, kind == Kind.WEIGHT_GRADIENT
-        units = [unit for unit in self.units[after + 1 :] if every or (unit in self._layer) == of_layers]
-        return [Reduction(flat, state.later) for flat in self._flats(reversed(units)) if flat.zero >= 2 or state.last]

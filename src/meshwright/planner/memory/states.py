@@ -13,14 +13,8 @@ from meshwright.layout import Layout
 from meshwright.names import OPTIMIZERS, unknown
 from meshwright.planner.cost.micro_batch import ITEM_BYTES
 from meshwright.planner.memory.snapshot import Allocation
+from meshwright.spec import parameter_entries as entries
 from meshwright.spec.adapter_config import BLOCK, RECORD_BYTES, count_scale_bytes
-from meshwright.spec.parameter_entries import (
-    AXES_OF,
-    TRAINED_BUFFERS,
-    BufferKind,
-    compute_padded_numel,
-    count_reused_buffers,
-)
 from meshwright.spec.parameters import ParameterTable
 
 STATE_KINDS: dict[str, tuple[str, ...]] = {
@@ -49,7 +43,7 @@ class Flat(NamedTuple):
     """
 
     unit: str
-    part: BufferKind
+    part: entries.BufferKind
     numel: int
     padded: int
     shards: int
@@ -75,7 +69,7 @@ class Flat(NamedTuple):
     @property
     def trainable(self) -> bool:
         """False for frozen parameters, which have no gradient, fp32 master weights or optimizer state."""
-        return self.part in TRAINED_BUFFERS
+        return self.part in entries.TRAINED_BUFFERS
 
 
 class Reduction(NamedTuple):
@@ -108,13 +102,13 @@ def flats_of(table: ParameterTable, layout: Layout, units: Sequence[str]) -> lis
     found = []
     for unit in units:
         for part in table.unit_buffers(unit, layout):
-            shards = layout.group_size(AXES_OF[part][1])
+            shards = layout.group_size(entries.AXES_OF[part][1])
             # Nothing of frozen parameters is updated: they are sharded by ZeRO-3 alone.
-            zero = layout.zero if shards > 1 and (part in TRAINED_BUFFERS or layout.zero == 3) else 0
+            zero = layout.zero if shards > 1 and (part in entries.TRAINED_BUFFERS or layout.zero == 3) else 0
             shards = shards if zero else 1
             numel, tensors = table.unit_numel(unit, layout, part), table.unit_tensors(unit, layout, part)
             form = tensors[0].entries[0].packed
-            padded = compute_padded_numel(numel, shards * (1 + (part == "packed")))
+            padded = entries.compute_padded_numel(numel, shards * (1 + (part == "packed")))
             scaled = tensors if form == "nf4-double" else ()
             scales = sum(count_scale_bytes(entry.numel) for tensor in scaled for entry in tensor.entries)
             found.append(Flat(unit, part, numel, padded, shards, zero, form, scales))
@@ -154,6 +148,6 @@ def gradient_buffers(flats: Sequence[Flat]) -> dict[int, int]:
     """Return {number of elements: number of buffers} of the unsharded gradient buffers that layers share under ZeRO-2
     and 3. flats: the rank's flat parameter buffers."""
     units = [list(parts) for _, parts in groupby(flats, key=lambda flat: flat.unit)]
-    return count_reused_buffers(
+    return entries.count_reused_buffers(
         [tuple(flat.padded for flat in parts if flat.zero >= 2 and flat.trainable) for parts in units]
     )

@@ -11,7 +11,7 @@ from meshwright.planner.cost.dimensions import layer_dimensions
 from meshwright.planner.cost.micro_batch import MicroBatch, Number
 from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.memory.saved import position_tables
-from meshwright.planner.memory.snapshot import Allocation, NamedSnapshot, workspace
+from meshwright.planner.memory.snapshot import Allocation, NamedSnapshot
 from meshwright.planner.memory.states import flats_of
 from meshwright.planner.memory.temporaries import Pass
 from meshwright.spec.distillation import make_teacher_layout
@@ -54,7 +54,7 @@ class TeacherMemory:
                 size = self.item * (flat.padded // flat.shards + gathered)
                 yield Allocation("parameters", f"teacher.{flat.unit}", bytes=size)
             for one in position_tables(config, batch.sequence, batch.dtype):
-                yield workspace(f"teacher.{one.name}", int(one.bytes))
+                yield Allocation("workspace", f"teacher.{one.name}", bytes=int(one.bytes))
             compares = any(stage.last for stage in partition.stages_on(pp_rank))
         for each in self.list_states() if several and compares else ():
             yield each._replace(bytes=each.bytes * batch.layout.micro_batches)

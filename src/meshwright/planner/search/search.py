@@ -8,10 +8,12 @@ search ends when no remaining candidate can be better than those found.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -19,10 +21,13 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.cost.communication import Array
 from meshwright.planner.cost.step_time import PARTS
+from meshwright.planner.hardware.cluster import Cluster, cluster
+from meshwright.planner.hardware.devices import find_device
+from meshwright.planner.memory.rank_memory import fullest_rank
 from meshwright.planner.problem import Problem
-from meshwright.planner.search.estimate import Estimate
+from meshwright.planner.search.estimate import Estimate, estimate_layout
 from meshwright.planner.search.screen import ScreenedLayouts, screen
-from meshwright.planner.search.shortlist import Shortlist, add_device_overhead, device_bytes
+from meshwright.planner.search.shortlist import DOUBT_ABOVE, Shortlist, add_device_overhead
 from meshwright.spec.refuse import refuse
 
 FINAL = 20
@@ -122,7 +127,7 @@ def _advice(shortlist: Shortlist, first: float) -> Iterator[TooLargeLayout]:
     fit = add_device_overhead(problem, every.bytes) <= room
     expected = shortlist.expected()
     remaining = np.where(fit, np.inf, expected)
-    columns = {name: every.column(*change.properties) for name, change in _CHANGES.items()}
+    columns = {names: every.column(*names) for names in _CHANGES}
     found = 0
     for _ in range(MOST_LOOKED_AT):
         at = int(remaining.argmin())
@@ -137,9 +142,9 @@ def _advice(shortlist: Shortlist, first: float) -> Iterator[TooLargeLayout]:
             remaining[shortlist.kinds == shortlist.kinds[at]] *= seconds / remaining[at]
             remaining[at] = np.inf
             continue
-        same = [columns[name] == columns[name][at] for name in ("tp", "cp", "pp", "recompute")]
+        same = [columns[name,] == columns[name,][at] for name in ("tp", "cp", "ranks", "recompute")]
         remaining[np.logical_and.reduce(same)] = np.inf
-        if (size := device_bytes(problem, layout)) <= room:
+        if (size := fullest_rank(problem, layout).device_bytes) <= room:
             continue
         found += 1
         chosen = _find_change(shortlist, columns, at, fit, expected)
@@ -147,51 +152,45 @@ def _advice(shortlist: Shortlist, first: float) -> Iterator[TooLargeLayout]:
             yield TooLargeLayout(layout, seconds, size, None, None, None)
         else:
             instead = every.layout(chosen)
-            changes = [_CHANGES[name].text(instead) for name in columns if columns[name][chosen] != columns[name][at]]
+            changes = [_CHANGES[name](instead) for name in columns if columns[name][chosen] != columns[name][at]]
             change = " and ".join(dict.fromkeys(changes))
             yield TooLargeLayout(layout, seconds, size, change, instead, shortlist.seconds(chosen, instead))
 
 
 def _find_change(
-    shortlist: Shortlist, columns: Mapping[str, Array], index: int, fit: Array, expected: Array
+    shortlist: Shortlist, columns: Mapping[tuple[str, ...], Array], index: int, fit: Array, expected: Array
 ) -> int | None:
     """Return the index of the candidate that fits and differs from candidate `index` in the fewest properties, the
     fastest of several. None if three changed properties do not suffice.
 
-    shortlist: candidates of the search; columns: {property: array over all candidates}; fit: bool array, True for
+    shortlist: candidates of the search; columns: {properties: array over all candidates}; fit: bool array, True for
     candidates that may fit; expected: predicted seconds of a step for each candidate."""
+    problem, room = shortlist.problem, shortlist.room
     unlike = np.asarray(sum((column != column[index]).astype(np.int8) for column in columns.values()))
     for changes in range(1, MOST_CHANGES + 1):
         near = np.flatnonzero(fit & (unlike == changes))
         for each in near[np.argsort(expected[near])][:MOST_ADVICE].tolist():
-            if shortlist.fits(shortlist.every.layout(each)):
+            layout = shortlist.every.layout(each)
+            if problem.accepts(layout) and fullest_rank(problem, layout, room).device_bytes <= room:
                 return int(each)
     return None
 
 
-class Change(NamedTuple):
-    """A respect, such as recompute, in which a suggested layout may differ from one that does not fit. properties: what
-    it consists of, names for `ScreenedLayouts.column`; text: function that returns its notation for a layout, such as
-    "ac:full"."""
-
-    properties: tuple[str, ...]
-    text: Callable[[Layout], str]
-
-
-_CHANGES = {
-    "tp": Change(("tp",), lambda one: f"tp{one.tp}"),
-    "cp": Change(("cp",), lambda one: f"cp{one.cp}"),
-    "pp": Change(("ranks",), lambda one: f"pp{one.pp}"),
-    "rows": Change(("rows",), lambda one: f"mb{one.micro_batches}"),
-    "recompute": Change(("recompute",), lambda one: f"ac:{one.recompute}"),
-    "zero": Change(("zero",), lambda one: f"zero{one.zero}" + (f" hs{one.hybrid}" if one.hybrid else "")),
-    "schedule": Change(("schedule", "chunks"), lambda one: f"pp{one.pp}{one._format_schedule()}"),
-    "sequence": Change(
-        ("tensor_sequence_parallel", "cp_method"),
-        lambda one: "sequence-parallel norms" if one.tensor_sequence_parallel else "tp:nosp",
+_CHANGES: dict[tuple[str, ...], Callable[[Layout], str]] = {
+    ("tp",): lambda one: f"tp{one.tp}",
+    ("cp",): lambda one: f"cp{one.cp}",
+    ("ranks",): lambda one: f"pp{one.pp}",
+    ("rows",): lambda one: f"mb{one.micro_batches}",
+    ("recompute",): lambda one: f"ac:{one.recompute}",
+    ("zero",): lambda one: f"zero{one.zero}" + (f" hs{one.hybrid}" if one.hybrid else ""),
+    ("schedule", "chunks"): lambda one: f"pp{one.pp}{one._format_schedule()}",
+    ("tensor_sequence_parallel", "cp_method"): lambda one: (
+        "sequence-parallel norms" if one.tensor_sequence_parallel else "tp:nosp"
     ),
-    "experts": Change(("ep", "etp"), lambda one: f"ep{one.ep}:etp{one.etp}"),
+    ("ep", "etp"): lambda one: f"ep{one.ep}:etp{one.etp}",
 }
+"""Respects in which a suggested layout may differ from one that does not fit: {names for `ScreenedLayouts.column`:
+function that returns the notation of a layout's, such as "ac:full"}."""
 
 
 def fastest_of_kinds(shortlist: Shortlist, top: int) -> list[Estimate]:
@@ -247,3 +246,92 @@ def describe_losses(best: Sequence[Estimate]) -> Iterator[str]:
             yield f"{text} (less {' and '.join(less)})" if less else text
         else:
             yield f"{most} +{more[most]:.2%}" if more[most] >= 5e-5 else "as fast"
+
+
+# --- if no layout fits
+
+MOST_ASKED = 8
+"""Number of layouts whose memory the ledger computes: those with the lowest closed-form memory, whose median error is
+8%."""
+
+MOST_DOUBLINGS = 6
+"""How often the search for a sufficient cluster doubles the number of devices, from the smallest plausible number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest:
+    """Two estimates for a search in which no layout fits.
+
+    least: layout with the lowest memory peak on the given devices. enough: layout that fits on 2, 4, ... times as many
+    devices; None if the links of more devices are unknown, or no number of devices that was tried suffices."""
+
+    least: Estimate
+    enough: Estimate | None
+
+    @property
+    def devices(self) -> int | None:
+        """Number of devices on which a layout fits; None if unknown."""
+        return None if self.enough is None else self.enough.problem.cluster.devices
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON entry "nearest" of `plan --json`: both layouts, and the number of devices that suffices."""
+        return {
+            "least": self.least.document(),
+            "enough": None if self.enough is None else {"devices": self.devices} | self.enough.document(),
+        }
+
+
+def find_nearest(result: SearchResult) -> Nearest | None:
+    """Return the layouts that come closest to fitting, for a search in which no layout fits. Return None if training
+    cannot run any of the layouts with the lowest memory. result: result of the search."""
+    assert not result.best
+    least = _least(result.problem, result.screened)
+    return None if least is None else Nearest(least, _enough(least))
+
+
+def _least(problem: Problem, screened: ScreenedLayouts) -> Estimate | None:
+    """Return the estimate of the layout with the lowest memory peak by the memory ledger; if several fit, of the
+    fastest. None if training cannot run any layout that was tried. screened: closed-form predictions; the layouts with
+    the lowest predicted memory are tried."""
+    sized: list[tuple[float, float, Layout]] = []  # bytes, at least those that may be used; closed-form seconds; layout
+    for at in np.argsort(screened.bytes, kind="stable"):
+        layout = screened.layout(at)
+        if problem.accepts(layout):
+            with suppress(UserError):
+                size = fullest_rank(problem, layout).device_bytes
+                sized.append((max(float(size), problem.usable_bytes), float(screened.seconds[at]), layout))
+        if len(sized) == MOST_ASKED:
+            break
+    return estimate_layout(problem, min(sized, key=lambda each: each[:2])[2]) if sized else None
+
+
+def _enough(least: Estimate) -> Estimate | None:
+    """Return the estimate of a layout that fits on 2, 4, ... times as many devices; None if none fits or the links are
+    unknown. least: estimate of the layout with the lowest memory peak on the given devices."""
+    problem, room = least.problem, least.problem.usable_bytes
+    # What more ranks can share is at most all of it.
+    factor = max(2, 2 ** math.floor(math.log2(least.memory.device_bytes / room)))
+    for _ in range(MOST_DOUBLINGS):
+        larger = resize_cluster(problem.cluster, factor * problem.cluster.devices)
+        if larger is None:
+            return None
+        wanted = replace(problem, cluster=larger)
+        every = screen(wanted)
+        near = len(every.candidate) and add_device_overhead(wanted, every.bytes).min() < DOUBT_ABOVE * room
+        one = _least(wanted, every) if near else None
+        if one is not None and one.fits:
+            return one
+        factor *= 2
+    return None
+
+
+def resize_cluster(here: Cluster, devices: int) -> Cluster | None:
+    """Return a cluster of `devices` devices like `here`. If `here` has several nodes, nodes of the same size are added.
+    If it has one node, the result is the catalogue's cluster for its device. None if the links of the larger cluster
+    are unknown."""
+    if here.nodes > 1:
+        return replace(here, name=f"{devices}x{here.device.name}", devices=devices)
+    if here.measured is None and find_device(here.device.name) == here.device:
+        with suppress(UserError):  # not whole nodes, or links that nobody has published
+            return cluster({"device": here.device.name, "devices": devices})
+    return None

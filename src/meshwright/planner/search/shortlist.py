@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from bisect import insort
-from collections.abc import Iterable
 
 import numpy as np
 
 from meshwright.layout import Layout
 from meshwright.planner.cost.communication import Array
 from meshwright.planner.cost.step_time import StepPredictor
-from meshwright.planner.memory.rank_memory import context_bytes, distinct_ranks, memory_of, slack_fraction
+from meshwright.planner.memory.rank_memory import context_bytes, fullest_rank, slack_fraction
 from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate, estimate_layout
 from meshwright.planner.search.screen import ScreenedLayouts
@@ -69,7 +67,7 @@ class Shortlist:
             if not self.problem.accepts(layout):
                 continue
             if self._needed[at] * DOUBT_BELOW > self.room:
-                exact = device_bytes(self.problem, layout, self.room)
+                exact = fullest_rank(self.problem, layout, self.room, 1).device_bytes
                 self._learn(at, exact)
                 if exact > self.room:
                     continue
@@ -113,10 +111,6 @@ class Shortlist:
         rounds = np.clip(np.log2(micro / ranks) + 16, 0, 63).astype(np.int64)
         return np.asarray(every.pipe * 64 + rounds)
 
-    def fits(self, layout: Layout) -> bool:
-        """Return True if training accepts the layout and it fits into device memory."""
-        return self.problem.accepts(layout) and device_bytes(self.problem, layout, self.room) <= self.room
-
     def seconds(self, index: int, layout: Layout) -> float:
         """Return the seconds of a step of a candidate layout, predicted by the simulator. index: index of the
         candidate. layout: its layout."""
@@ -153,7 +147,7 @@ class Shortlist:
             too_large: dict[int, int] = {}
             for _, at, layout in self.best:
                 if at not in found:
-                    size = device_bytes(self.problem, layout, self.room, distinct_ranks(self.problem, layout))
+                    size = fullest_rank(self.problem, layout, self.room).device_bytes
                     if size > self.room:
                         too_large[at] = size
                         continue
@@ -167,15 +161,3 @@ class Shortlist:
             for at, size in too_large.items():
                 self._learn(at, size)
             self._decide()
-
-
-def device_bytes(problem: Problem, layout: Layout, limit: float = math.inf, ranks: Iterable[int] | None = None) -> int:
-    """Return the most bytes that a pipeline rank needs on a device by the memory ledger. ranks: pipeline ranks to
-    compute; None: the first and the last. limit: as soon as a rank needs more bytes than this, its bytes are returned
-    and the ranks after it are not computed."""
-    most = 0
-    for rank in ranks or sorted({0, layout.pp - 1}):
-        most = max(most, memory_of(problem, layout, rank).device_bytes)
-        if most > limit:
-            break
-    return most

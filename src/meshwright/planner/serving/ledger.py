@@ -21,14 +21,7 @@ from meshwright.planner.cost.dimensions import Dimensions
 from meshwright.planner.cost.micro_batch import MicroBatch, layer_kind
 from meshwright.planner.cost.tables import select
 from meshwright.planner.serving.kernel_scratch import StepScratch, scratch_bytes
-from meshwright.spec.block_tables import (
-    BLOCK_TOKENS,
-    BlockTables,
-    block_tables,
-    max_blocks_held,
-    max_sequence_tokens,
-    serving_stages,
-)
+from meshwright.spec import block_tables
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameter_entries import ModelParameter
 from meshwright.spec.parameters import parameter_table
@@ -128,7 +121,7 @@ class ServingLedger:
     layout: Layout
     sizes: ServingSizes
     stages: tuple[RankLedger, ...]
-    tables: BlockTables
+    tables: block_tables.BlockTables
     front: int = FRONT_BYTES
 
     @property
@@ -149,7 +142,7 @@ class ServingLedger:
     @property
     def blocks_of_longest(self) -> int:
         """Most KV blocks that a sequence of `max_length` tokens holds at once, over all its block tables."""
-        return sum(max_blocks_held(self.sizes.max_length, self.tables.windows, self.sizes.token_budget))
+        return sum(block_tables.max_blocks_held(self.sizes.max_length, self.tables.windows, self.sizes.token_budget))
 
     @property
     def concurrency(self) -> float:
@@ -158,7 +151,9 @@ class ServingLedger:
 
     def longest_within(self, blocks: int) -> int:
         """Return the most tokens of a sequence, up to `max_length`, that never holds more than `blocks` KV blocks."""
-        return max_sequence_tokens(blocks, self.tables.windows, self.sizes.token_budget, self.sizes.max_length)
+        return block_tables.max_sequence_tokens(
+            blocks, self.tables.windows, self.sizes.token_budget, self.sizes.max_length
+        )
 
     @property
     def _copies(self) -> int:
@@ -177,7 +172,7 @@ class ServingLedger:
             "layout": str(self.layout.with_(tensor_sequence_parallel=True)),
             **{name: getattr(self.sizes, name) for name in names},
             "kv_blocks": self.sizes.blocks,
-            "kv_bytes_per_token": self.kv_block * len(self.tables.windows) / self.layout.dp / BLOCK_TOKENS,
+            "kv_bytes_per_token": self.kv_block * len(self.tables.windows) / self.layout.dp / block_tables.BLOCK_TOKENS,
             "concurrency": {"max_length": self.sizes.max_length, "sequences": self.concurrency * self.layout.dp},
             "memory_gib": {name: size / GIB for name, size in {**self.items(), "total": self.total}.items()},
             "ranks": [{"stage": number, **asdict(stage)} for number, stage in enumerate(self.stages)],
@@ -224,7 +219,7 @@ class ServingRank:
             "logit_rows": self.sizes.logit_rows, "max_length": self.sizes.max_length,
             # Cosines and sines of half the features each; temperatures of queries in place of cosines.
             "position_elements": positions * (config.rotary_dim if latent else config.head_dim), "kv_block": kv_block,
-            "block_tables": len(block_tables(config, self.layout.pp).windows),
+            "block_tables": len(block_tables.block_tables(config, self.layout.pp).windows),
             "cached": latent.cached_dim if latent else 2 * self.step.kv_heads * config.head_dim,
         }  # fmt: skip
         every = list(map(config.has_experts, range(config.layers)))
@@ -256,8 +251,8 @@ class ServingRank:
         cached = max(1, config.kv_heads // self.layout.tp) * (config.head_dim + _round_up(config.head_dim, multiple))
         if config.latent is not None:
             cached = _round_up(config.latent.cached_dim, multiple)
-        depth = block_tables(config, self.layout.pp).depths[self.stage.index]
-        return depth * BLOCK_TOKENS * cached * ITEM_BYTES[self.sizes.dtype]
+        depth = block_tables.block_tables(config, self.layout.pp).depths[self.stage.index]
+        return depth * block_tables.BLOCK_TOKENS * cached * ITEM_BYTES[self.sizes.dtype]
 
 
 def build_ledger(
@@ -267,9 +262,9 @@ def build_ledger(
     """Return the memory ledger of a server without KV blocks. layout: layout of the server, checked by
     `spec.refuse.serving_layout`; sizes: largest step and KV pool; predict_rank: function that returns the
     ledger of a rank; front: bytes of the processes other than the ranks."""
-    stages = serving_stages(config, layout.pp)
+    stages = block_tables.serving_stages(config, layout.pp)
     ranks = tuple(predict_rank(ServingRank(config, layout.with_(dp=1), stage, sizes)) for stage in stages)
-    return ServingLedger(layout, sizes, ranks, block_tables(config, layout.pp), front)
+    return ServingLedger(layout, sizes, ranks, block_tables.block_tables(config, layout.pp), front)
 
 
 def serving_ledger(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> ServingLedger:

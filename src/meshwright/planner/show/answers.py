@@ -56,7 +56,7 @@ def ledger_documents(estimate: Estimate) -> list[dict[str, Any]]:
             "framework_bytes": rank.framework_bytes, "unexplained_bytes": rank.slack_bytes,
             "nccl_bytes": rank.nccl_bytes, "items": [item._asdict() for item in rank.items],
         }
-        for rank in (memory_of(problem, layout, place) for place in distinct_ranks(problem, layout))
+        for rank in (memory_of(problem, layout, place) for place in sorted(distinct_ranks(problem, layout)))
     ]  # fmt: skip
 
 

@@ -69,25 +69,17 @@ def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[Operatio
             calls.setdefault((one.name, one.phase), []).append(one)
     seconds = {key: sum(longer * rates.seconds(one, batch.kernel) for one in each) for key, each in calls.items()}
     whole = sum(seconds.values()) or 1.0
-    found = (_time_calls(each, seconds[key], seconds[key] / whole, rates) for key, each in calls.items())
+    found = []
+    for (name, phase), each in calls.items():
+        flops, moved = (sum(getattr(one, of) * one.count for one in each) for of in ("flops", "bytes"))
+        count, took = sum(one.count for one in each), seconds[name, phase]
+        limits = flops / rates.product, moved / rates.memory, count * launch_seconds(each[0])
+        bound, shape = ("compute", "memory", "start")[limits.index(max(limits))], each[0].shape or ()
+        found.append(OperationTime(name, phase, count, shape, flops, moved, took, took / whole, bound))
     return sorted(found, key=lambda row: -row.seconds)
-
-
-def _time_calls(calls: list[Operation], seconds: float, share: float, rates: Rates) -> OperationTime:
-    """Return the cost of an operation in one phase, summed over its calls. calls: the calls, one entry for each size.
-    seconds: their total time. share: fraction of the micro-batch's time. rates: speeds of the device, which decide
-    `bound`."""
-    first = calls[0]
-    count = sum(one.count for one in calls)
-    flops, moved = (sum(getattr(one, of) * one.count for one in calls) for of in ("flops", "bytes"))
-    start = count * launch_seconds(first)
-    parts = {"compute": flops / rates.product, "memory": moved / rates.memory, "start": start}
-    bound = max(parts, key=lambda part: parts[part])
-    return OperationTime(first.name, first.phase, count, first.shape or (), flops, moved, seconds, share, bound)
 
 
 def find_busiest_rank(problem: Problem, layout: Layout) -> int:
     """Return the index of the pipeline rank with the most compute seconds per micro-batch."""
-    return max(
-        distinct_ranks(problem, layout), key=lambda rank: sum(row.seconds for row in explain(problem, layout, rank))
-    )
+    ranks = sorted(distinct_ranks(problem, layout))
+    return max(ranks, key=lambda rank: sum(row.seconds for row in explain(problem, layout, rank)))

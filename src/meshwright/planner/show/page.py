@@ -7,21 +7,25 @@ from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 
+import numpy as np
+
 from meshwright.draw import page as draw
+from meshwright.draw.axis import make_log_axis
+from meshwright.draw.bars import draw_page_bars
 from meshwright.draw.gantt import draw_overview, draw_svg
-from meshwright.draw.markup import Content, Markup, element
-from meshwright.draw.page import paragraph, table
+from meshwright.draw.markup import Content, Markup, element, join
+from meshwright.draw.page import legend, paragraph, table
+from meshwright.draw.scatter import draw_scatter
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.api import Plan
 from meshwright.planner.memory.ledger import Ledger
 from meshwright.planner.memory.rank_memory import distinct_ranks, memory_of, merge_layers
 from meshwright.planner.search.estimate import Estimate, predict_step
-from meshwright.planner.search.nearest import Nearest
-from meshwright.planner.search.search import SearchResult
+from meshwright.planner.search.search import Nearest, SearchResult
+from meshwright.planner.search.shortlist import add_device_overhead
 from meshwright.planner.show import text
 from meshwright.planner.show.notation import notation_legend, recipe_block, selection_note
-from meshwright.planner.show.pictures import memory_bars, memory_time_scatter, time_bar
 from meshwright.program.simulate_pipeline import simulate_pipeline
 from meshwright.program.timeline import build_pipeline_timeline
 from meshwright.spec.refuse import refuse
@@ -42,8 +46,8 @@ def plan_page(plan: Plan, model: str) -> str:
         parts += _search(plan.search, plan.nearest)
     for one in [*plan.estimates, *([plan.nearest.least] if plan.nearest else [])][:1]:
         parts += _layout(one)
-    legend = notation_legend(one.layout for one in plan.estimates)
-    parts += [element("h2", "Layout notation"), table((), legend)] if legend else []
+    notation = notation_legend(one.layout for one in plan.estimates)
+    parts += [element("h2", "Layout notation"), table((), notation)] if notation else []
     return draw.page(f"plan of {model}", *parts)
 
 
@@ -98,7 +102,11 @@ def _layout(estimate: Estimate) -> Iterator[Markup]:
             muted=True,
         )
     yield element("h2", "Memory of each pipeline rank")
-    places = range(estimate.layout.pp) if estimate.layout.pp <= MOST_RANKS else distinct_ranks(problem, estimate.layout)
+    places = (
+        range(estimate.layout.pp)
+        if estimate.layout.pp <= MOST_RANKS
+        else sorted(distinct_ranks(problem, estimate.layout))
+    )
     ranks = [memory_of(problem, estimate.layout, rank) for rank in places]
     yield memory_bars(
         [(f"pp {rank.pp_rank}", {k: float(v) for k, v in rank.by_category().items()}) for rank in ranks], room
@@ -173,3 +181,61 @@ def _shortened(estimate: Estimate) -> Layout:
         refuse(short, problem.config, batch, problem.sequence, planning=True)
         return short
     return layout.with_(micro_batches=two)  # what every schedule takes
+
+
+# --- pictures
+
+COLOURS = {
+    "parameters": "blue", "gradients": "orange", "optimizer": "purple", "activations": "green",
+    "communication": "teal", "logits": "yellow", "workspace": "pink", "framework": "grey", "unexplained": "silver",
+    "compute": "green", "tensor": "blue", "context": "teal", "expert": "yellow", "data": "orange",
+    "pipeline": "pink", "bubble": "silver",
+}  # fmt: skip
+MOST_DOTS = 2500
+SLOWEST, LARGEST = 6, 32
+"""Limits of the scatter plot: step time as a multiple of the fastest layout's, memory as a multiple of a device's."""
+
+
+def memory_time_scatter(result: SearchResult, marked: Sequence[Estimate]) -> Markup:
+    """Return a log-log scatter plot of memory against step time for a sample of the layouts of a search. marked:
+    estimates to highlight."""
+    every, room = result.screened, result.problem.usable_bytes
+    size = add_device_overhead(result.problem, every.bytes)
+    near = np.flatnonzero((every.seconds < SLOWEST * every.seconds.min()) & (size < LARGEST * room))
+    chosen = near[:: max(1, len(near) // MOST_DOTS)]
+    points = [*zip(every.seconds[chosen].tolist(), size[chosen].tolist(), strict=True)]
+    best = [
+        (seconds, float(memory), f"{one.layout}: {seconds:.4g} s, {text.format_size(memory)}")
+        for one in marked
+        for seconds, memory in [(one.time.seconds, one.memory.device_bytes)]
+    ]
+    seconds, sizes = ([*(point[at] for point in points), *(one[at] for one in best)] for at in (0, 1))
+    unit = text.Unit.of(max(min(*sizes, room), room / 100))
+    across = make_log_axis(seconds, "time of a step", lambda at: f"{at:.4g} s")
+    up = make_log_axis(
+        [*sizes, room], "memory of a device against time of a step",
+        lambda at: f"{at:,.0f} {unit.name}" if at >= 1 else f"{at:g} {unit.name}", unit.bytes,
+    )  # fmt: skip
+    return draw_scatter(across, up, points, best, _device_limit(room))
+
+
+def time_bar(parts: dict[str, float]) -> Markup:
+    """Return one stacked bar of a step's time with a legend. parts: seconds by part, such as "compute"."""
+    whole = sum(parts.values())
+    words = [f"{part} {size:.3g} s ({text.share_text(size / whole)})" for part, size in parts.items()]
+    drawn = draw_page_bars([("", parts)], COLOURS, lambda seconds: f"{seconds:.4g} s", "time by component")
+    return join([drawn, legend(zip(words, map(COLOURS.__getitem__, parts), strict=True))])
+
+
+def memory_bars(rows: Sequence[tuple[str, dict[str, float]]], limit: float) -> Markup:
+    """Return stacked bars of memory with a legend, one bar for each item of `rows`. An item is (label, {category:
+    bytes}). limit: bytes of a device's memory, drawn as a line."""
+    used = [part for part in rows[0][1] if any(parts[part] > 0 for _, parts in rows)]
+    drawn = draw_page_bars(rows, COLOURS, text.format_size, "memory of each rank", _device_limit(limit))
+    return join([drawn, legend((part, COLOURS[part]) for part in used)])
+
+
+def _device_limit(limit: float) -> tuple[float, str]:
+    """Return (position in bytes, label) of the line that marks a device's memory limit in a plot. limit: the limit in
+    bytes."""
+    return limit, f"{text.format_size(limit)} of a device"

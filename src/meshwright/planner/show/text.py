@@ -15,8 +15,7 @@ from meshwright.planner.memory.rank_memory import merge_layers
 from meshwright.planner.memory.snapshot import Allocation
 from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate, model_document
-from meshwright.planner.search.nearest import Nearest
-from meshwright.planner.search.search import SearchResult, TooLargeLayout
+from meshwright.planner.search.search import Nearest, SearchResult, TooLargeLayout
 from meshwright.planner.search.shortlist import MOST_PRICED
 from meshwright.planner.show.explain import OperationTime
 from meshwright.planner.show.notation import notation_legend, recipe_block, selection_note
@@ -138,11 +137,10 @@ def nearest_line(nearest: Nearest) -> str:
     enough = nearest.enough
     if enough is None:
         return "The number of devices that would suffice is unknown."
-    memory = enough.memory.device_bytes
     return (
         f"{nearest.devices:,} devices would suffice: {enough.layout}, "
         f"{seconds_text(enough.problem, enough.layout, enough.time.seconds)}, "
-        f"{format_size(memory)} per device."
+        f"{format_size(enough.memory.device_bytes)} per device."
     )
 
 
