@@ -71,6 +71,7 @@ ARCHITECTURES = {
     "ChatGLM3": {"family": "qwen2", "activation": "silu"},
     "Qwen-7B": {"family": "qwen2", "activation": "silu"},
     "OLMo": {"family": "olmo2", "activation": "silu"},
+    "AuroraGPT": {"family": "llama", "activation": "silu"},
     "KempnerForge": {"family": "llama", "activation": "silu"},
     "BLOOM": {"family": "bloom", "activation": "gelu_tanh", "tied": True},
     "GPT-NeoX": {"family": "gpt2", "activation": "gelu_tanh"},
