@@ -2,10 +2,11 @@
 
 `bench/data/published_runs.csv` has the columns of the table that `bench/plan_accuracy.py` takes, and two more: the
 engine whose kernels are priced, and whether its blocks were compiled. `bench/data/unseen_runs.csv` has two more: the
-part of its sources, "development", "test", "fresh" or "fresh-2", to which they were assigned before any of their runs
-was priced (the last two were recorded later, one after the other; all but "test" give bounds), and devices per node
-where they are not 8. Its engines are those that their names suggest, also where an engine of another kind is nearer to
-what the authors describe.
+part of its sources, "development", "test", "fresh", "fresh-2" or "fresh-3", to which they were assigned before any of
+their runs was priced (the last three were recorded one after the other; all but "fresh-3" give bounds), and devices per
+node where they are not 8. `flash_attention` is "yes", "no", or a kernel such as "flash-1" where the authors name it.
+Engines of "test" and "fresh-2" were once those that names suggest; since their errors were studied, they are those that
+authors describe.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.planner.cost.engines import ENGINES, Engine
+from meshwright.planner.cost.engines import ENGINES, AttentionKernel, Engine
 from meshwright.planner.cost.flops import training_flops_per_token
 from meshwright.planner.hardware.cluster import Cluster, cluster
 from meshwright.spec.config import ModelConfig
@@ -71,6 +73,7 @@ ARCHITECTURES = {
     "ChatGLM3": {"family": "qwen2", "activation": "silu"},
     "Qwen-7B": {"family": "qwen2", "activation": "silu"},
     "OLMo": {"family": "olmo2", "activation": "silu"},
+    "AuroraGPT": {"family": "llama", "activation": "silu"},
     "KempnerForge": {"family": "llama", "activation": "silu"},
     "BLOOM": {"family": "bloom", "activation": "gelu_tanh", "tied": True},
     "GPT-NeoX": {"family": "gpt2", "activation": "gelu_tanh"},
@@ -129,6 +132,8 @@ def run(row: dict[str, str], engine: Engine) -> Run:
         engine = replace(engine, attention="scores", hopper_attention=None)
     elif row["flash_attention"] == "yes" and engine.attention == "scores":
         engine = replace(engine, attention="flash-2")
+    elif row["flash_attention"].startswith("flash-"):  # where the authors chose another kernel than the engine's
+        engine = replace(engine, attention=cast(AttentionKernel, row["flash_attention"]), hopper_attention=None)
     for mode, size in (("DEFAULT", 4), ("PURE", 2)):  # bytes per element of reduced gradients
         if mode in row["precision"]:
             engine = replace(engine, gradient_bytes=size)

@@ -150,7 +150,8 @@ def test_held_out_runs_lie_between_the_bounds():
     left_out = held_out(published)
     found = figures(published, refused, left_out)
     assert found["runs"] > 480 and found["share_refused"] < 0.01
-    assert found["bounds_hold"] >= 0.94 and found["held_out_bounds_hold"] >= 0.94
+    assert found["bounds_hold"] >= 0.93 and found["held_out_bounds_hold"] >= 0.93
+    assert found["held_out_high_to_low"] <= 1.5
     assert found["mean_error"] <= 0.08 and found["mean_error_of_sources"] <= 0.08
     back = summary({source: pairs for source, pairs in published.items() if source.startswith(HELD_BACK)}, left_out)
     assert back["runs"] == 44 and back["mean_error_of_sources"] <= 0.1
@@ -181,11 +182,16 @@ def test_broadcasts_of_parameters_take_a_latency_for_each_rank():
 
 @pytest.mark.parametrize(
     ("part", "count", "sources", "holds", "error"),
-    [("test", 165, 11, 0.75, 0.14), ("fresh", 48, 6, 0.9, 0.14), ("fresh-2", 98, 15, 0.75, 0.25)],
+    [
+        ("test", 165, 11, 0.75, 0.12),
+        ("fresh", 48, 6, 0.89, 0.12),
+        ("fresh-2", 98, 15, 0.87, 0.14),
+        ("fresh-3", 32, 7, 0.4, 0.25),
+    ],
 )
 def test_unseen_runs_are_predicted_less_well(part: str, count: int, sources: int, holds: float, error: float):
-    """Parts of bench/data/unseen_runs.csv, whose sources have no part in rates; all but "test" have one in bounds. Most
-    of "test" is one source; "fresh-2" is of programs that their users did not tune."""
+    """Parts of bench/data/unseen_runs.csv, whose sources have next to no part in rates; all but "fresh-3" have one in
+    bounds. Most of "test" is one source; "fresh-2" is of programs that their users did not tune."""
     other, _ = priced(UNSEEN, verbose=False, half="development")
     tested, refused = priced(UNSEEN, verbose=False, half=part)
     found = figures(tested, refused, held_out(other, tested))
@@ -416,6 +422,23 @@ def test_step_waits_for_the_host_where_kernels_are_short():
         for name in ("llama-tiny", "llama-3-8b")
     )
     assert small[1] > 2 * small[0] and large[1] < 1.2 * large[0]
+
+
+def test_messages_of_megatron_core_grow_with_data_parallel_ranks():
+    """`bucket_size` of megatron/core/distributed/distributed_data_parallel.py: 40 million gradients, or a million for
+    each rank; then 512 ranks wait for fewer latencies than with messages of equal size."""
+    core = dataclasses.replace(ENGINES["megatron-core"], overlaps_data=False)
+    equal = dataclasses.replace(core, bucket_rank_bytes=0.0)
+    for layout, fewer in (("dp32 zero1", False), ("dp512 zero1", True)):
+        grown, same = (step_time_of("llama-3-8b", layout, batch=512, engine=each).seconds for each in (core, equal))
+        assert grown < same if fewer else grown == same, layout
+
+
+def test_host_launches_products_of_all_heads_at_once():
+    """Where it is slower than all kernels, a batch of more rows takes no longer."""
+    slow = dataclasses.replace(ENGINES["megatron"], host_seconds=1.0)
+    one, four = (step_time_of("gpt2", "dp1", "a100-80", rows, engine=slow).seconds for rows in (1, 4))
+    assert four == pytest.approx(one, rel=0.01)
 
 
 def test_all_devices_wait_for_the_slowest():

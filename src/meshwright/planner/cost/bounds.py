@@ -2,8 +2,8 @@
 runs.
 
 The logarithms of both factors are sums: each property that makes a step difficult to predict adds to them. These are a
-short step, a mixture of experts, devices of an architecture with few published runs, and the distance from the runs of
-the step's kind: dense or mixture of experts, device architecture, fp8 or wider. `bounds.toml` has how much each adds,
+mixture of experts, devices of an architecture with few published runs, and the distance from the runs of the step's
+kind: dense or mixture of experts, device architecture, fp8 or wider. `bounds.toml` has how much each adds,
 fitted to the errors of published runs by quantile regression, and scaled by one factor so that the bounds which other
 projects give hold 90 % of a project's runs (conformalised quantile regression: Romano et al. 2019, arXiv:1905.03222,
 with scores of left-out projects: Vovk 2015, "Cross-conformal predictors"). `bench/plan_accuracy.py` writes the file,
@@ -76,14 +76,11 @@ class StepProperties(NamedTuple):
             seconds, max(1, rows * problem.sequence // (layout.cp * layout.tp)),
         )  # fmt: skip
 
-    def measure_difficulty(self, architectures: Collection[str], shortest: float) -> dict[str, float]:
+    def measure_difficulty(self, architectures: Collection[str]) -> dict[str, float]:
         """Return {property: value} of what makes the step's time difficult to predict, each 0 for an easy one; "every"
-        is 1. architectures: those of which enough projects published runs; shortest: seconds below which a shorter step
-        is no more difficult."""
-        return {
-            "every": 1.0, "short": math.log2(max(1.0, 1 / max(self.seconds, shortest))),
-            "experts": float(self.experts), "unknown_device": float(self.architecture not in architectures),
-        }  # fmt: skip
+        is 1. architectures: those of which enough projects published runs."""
+        unknown = self.architecture not in architectures
+        return {"every": 1.0, "experts": float(self.experts), "unknown_device": float(unknown)}
 
 
 _PROPERTIES = ("experts", "architecture", "eight_bit")
@@ -171,7 +168,7 @@ class BoundsTable:
         """Return the bounds of a predicted step: by its difficulty, and wider for properties that exceed every run of
         the first kind to which it belongs. No factor exceeds `WIDEST`, or is below 1 / `WIDEST`."""
         kind = next(kind for kind in self.kinds if kind.has(step))
-        values = step.measure_difficulty(self.architectures, self.kinds[-1].limits["seconds"]) | {"beyond": 0.0}
+        values = step.measure_difficulty(self.architectures) | {"beyond": 0.0}
         unknown = values["unknown_device"]
         outside = [f"too few published runs on {step.architecture or 'this device'}"] if unknown else []
         for name, sign in LIMITS.items():

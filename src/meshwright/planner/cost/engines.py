@@ -13,7 +13,7 @@ from meshwright.spec.stages import Stage, cut_into_even_stages, cut_into_stages,
 from meshwright.toml import read_packaged_toml
 
 Fusion = Literal["eager", "kernels", "compiled"]
-AttentionKernel = Literal["scores", "tiled", "flash-1", "flash-2", "flash-3"]
+AttentionKernel = Literal["scores", "tiled", "flash-1", "flash-2", "flash-3", "sdpa"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,6 @@ class Engine:
         holds_gradients: True if ZeRO-2 and ZeRO-3 reduce gradients once a step only, so that each rank holds them
             unsharded while micro-batches follow one another.
         state_bytes: Bytes of an element of optimizer states in 16-bit training; 2: also without float32 master weights.
-        narrow_states: True if parameters and optimizer states are 16-bit, without float32 master weights, where
-            gradients are 16-bit.
         accumulates: How weight gradients are added to their sum: "fused": by the matrix product; "added": by a kernel
             after it; "copied": by a copy into the communication buffer.
         overlaps_data: True if gradient reductions over data-parallel ranks overlap the backward pass. ZeRO-3's
@@ -66,6 +64,7 @@ class Engine:
         cuts: How the engine cuts a model into pipeline stages: "balanced" in FLOPs; "even": equal numbers of layers,
             regardless of embedding and head; "past shares": each ends where its share of the weights is passed.
         bucket_bytes: Largest message of gradient reductions and of ZeRO-1's all-gathers; None: one message per layer.
+        bucket_rank_bytes: The same for each data-parallel rank, where this makes messages larger.
         host_seconds: Seconds in which the CPU launches one operation: a lower bound on the time of a micro-batch.
         dispatches_by_node: True if a token is sent once to each node (with a single node, to each rank) that holds
             chosen experts; False if once to each expert.
@@ -75,8 +74,6 @@ class Engine:
         overlaps_tensor: Overlap of tp collectives. "weights": reductions of input gradients overlap the weight
             gradients of the same layer; "products": in addition, all collectives overlap, in slices, the matrix
             products before or after them; None: none.
-        scatters: True if each tp rank sends only a slice of the activations to the next stage, which all-gathers them
-            (arXiv:2104.04473, section 4.1).
         axes, schedules, zero: Axes of the layout (in addition to data parallelism), pipeline schedules and ZeRO stages
             that the search tries.
     """
@@ -100,7 +97,6 @@ class Engine:
     saves: Literal["megatron", "eager", "eight_bit"] = "megatron"
     holds_gradients: bool = False
     state_bytes: int = 4
-    narrow_states: bool = False
     accumulates: Literal["fused", "added", "copied"] = "added"
     overlaps_data: bool = True
     overlaps_gathers: bool = False
@@ -108,12 +104,12 @@ class Engine:
     holds_in_pipelines: bool = False
     cuts: Literal["balanced", "even", "past shares"] = "balanced"
     bucket_bytes: float | None = None
+    bucket_rank_bytes: float = 0.0
     host_seconds: float = 35e-6
     dispatches_by_node: bool = False
     overlap_processors: float | None = None
     eight_bit_activations: bool = False
     overlaps_tensor: Literal["weights", "products"] | None = None
-    scatters: bool = False
     axes: tuple[str, ...] = ("tp", "cp", "pp", "ep")
     schedules: tuple[str, ...] = ("1f1b", "interleaved")
     zero: tuple[int, ...] = (0, 1)

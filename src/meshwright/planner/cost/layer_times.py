@@ -108,7 +108,7 @@ class LayerTimes:
         self.experts = np.array([layout.ep * layout.etp for layout in layouts])
         self.full = np.array([layout.recompute == "full" for layout in layouts])
         sequence_parallel = np.array([layout.tensor_sequence_parallel for layout in layouts])
-        self.cuts = np.where(sequence_parallel | self.problem.engine.scatters, self.tp, 1)
+        self.cuts = np.where(sequence_parallel, self.tp, 1)
         """Parts into which ranks of tp cut the message to the next stage."""
         sizes = [(layout.tp, layout.cp, layout.ep, layout.etp) for layout in layouts]
         distinct, self.mesh = communication.find_distinct(sizes)
@@ -201,7 +201,8 @@ class _TimeModel(NamedTuple):
         for one in blocks.list_kernels(operators) if kernels is None else kernels:
             taken = self.rates.seconds(one, self.batch.kernel)
             found[_PHASE[one.phase], 0] += taken
-            issued[_PHASE[one.phase]] += one.count
+            batched = one.kind == "product" and one.name.startswith(_CORE)  # one launch for all rows and heads
+            issued[_PHASE[one.phase]] += 1.0 if batched else one.count
             if one.phase == "weight" or one.name.startswith(_CORE):
                 covers[one.phase] = covers[one.phase] + taken
             elif one.kind == "product":

@@ -26,9 +26,6 @@ OPTIMIZER_BYTES = {"adamw": 42.0, "adam": 42.0, "sgd": 22.0, "momentum": 30.0}
 weight, gradient and two moments and writes all but the gradient (28), writes the parameter (2) and clips (the norm
 reads the gradient, the scaling reads and writes it: 12); SGD has no moments, or one."""
 
-NARROW_OPTIMIZER_BYTES = {"adamw": 20.0, "adam": 20.0, "sgd": 12.0, "momentum": 16.0}
-"""The same if parameters, gradients and optimizer states are bf16."""
-
 SHARES = AXES_OF["dense"], AXES_OF["experts"]
 """Mesh axes of dense and of expert-parallel parameters."""
 
@@ -187,7 +184,9 @@ class PipelineTimes:
         """Return the number of messages in which `size` bytes are sent once a step, at least one. operation: such as
         "all-gather"; ranks: number of ranks that take part; layers: number of layers."""
         engine = self.layer_times.problem.engine
-        least = layers if engine.bucket_bytes is None else np.ceil(size / engine.bucket_bytes)
+        least = layers
+        if engine.bucket_bytes is not None:
+            least = np.ceil(size / np.maximum(engine.bucket_bytes, engine.bucket_rank_bytes * ranks))
         turns = ranks if engine.broadcasts and operation == "all-gather" else 1.0
         return np.asarray(np.maximum(turns, least), dtype=np.float64)
 
@@ -250,12 +249,10 @@ class PipelineTimes:
     def optimizer_seconds(self, zero: int, groups: ProcessGroups) -> Floats:
         """Return the seconds of the optimizer step on the rank that updates the most parameters: [n]. zero: ZeRO stage;
         groups: process groups."""
-        layer_times, problem = self.layer_times, self.layer_times.problem
+        layer_times = self.layer_times
         shards, expert_shards = groups.shards if zero else (1, 1)
         updated = (self.rank_dense / shards + self.rank_expert / expert_shards).max(axis=0)
-        narrow = problem.engine.narrow_states and problem.engine.gradient_bytes == layer_times.itemsize == 2
-        moved = (NARROW_OPTIMIZER_BYTES if narrow else OPTIMIZER_BYTES)[problem.optimizer]
-        return np.asarray(updated * moved / layer_times.rates.memory)
+        return np.asarray(updated * OPTIMIZER_BYTES[layer_times.problem.optimizer] / layer_times.rates.memory)
 
 
 def add_parts(times: Floats) -> Floats:

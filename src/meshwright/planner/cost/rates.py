@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -150,7 +150,8 @@ def share_of_peak(device: Device, precision: str) -> float:
     product measured on the device, else from products measured on its architecture, else it is a constant. precision:
     such as "bf16"."""
     products = constants()["products"]
-    measured = device.measured_share("fp8" if precision == "fp8" else "bf16") or architecture_share(device.architecture)
+    timed = "fp8" if precision == "fp8" else "bf16"
+    measured = device.measured_share(timed) or architecture_share(device.architecture, timed)
     return float(products["of_measured"] * measured if measured else products["of_peak"])
 
 
@@ -174,30 +175,23 @@ class Cost:
     """Seconds of a collective as a function of its bytes: start + byte x size + root x sqrt(size).
 
     start: latency in seconds; byte: seconds per byte (inverse bandwidth); root: coefficient of the square-root term,
-    which lowers the bandwidth of small messages; beside: cost of communication that runs at the same time, such as
-    messages inside nodes while others go across nodes; the result is then the larger of both. None: no other runs.
+    which lowers the bandwidth of small messages.
     """
 
     start: Floats | float
     byte: Floats | float
     root: Floats | float
-    beside: Cost | None = None
 
     def seconds_at(self, size: Sizes) -> Sizes:
         """Return the seconds of the collective on a vector of `size` bytes (a number or an array); 0 for size 0."""
         seconds: Sizes = (self.start + self.byte * size + self.root * size**0.5) * (size > 0)
-        return seconds if self.beside is None else np.maximum(seconds, self.beside.seconds_at(size))
+        return seconds
 
     @classmethod
     def stack(cls, costs: Sequence[Cost], which: Any) -> Cost:
         """Return one cost function for many candidate layouts: its fields are arrays [candidates]. costs: one cost for
         each distinct process group; which: index into `costs` for each candidate, [candidates]."""
-        start, byte, root = (np.array([getattr(each, name) for each in costs])[which] for name in _TERMS)
-        beside = [each.beside or NOTHING for each in costs]
-        return cls(start, byte, root, None if all(each is NOTHING for each in beside) else cls.stack(beside, which))
-
-
-NOTHING = Cost(0.0, 0.0, 0.0)
+        return cls(*(np.array([getattr(each, name) for each in costs])[which] for name in _TERMS))
 
 
 class Collectives:
@@ -234,7 +228,7 @@ def _published_cost(cluster: Cluster, operation: Collective, group: Group) -> Co
     """
     ranks = group.ranks
     if ranks <= 1:
-        return NOTHING
+        return Cost(0.0, 0.0, 0.0)
     found = constants()["collectives"]
     start = float(found["start_seconds"])
     if operation == "send":
@@ -243,9 +237,7 @@ def _published_cost(cluster: Cluster, operation: Collective, group: Group) -> Co
         return Cost(float(found["pair_seconds"] + link.latency), 1 / bandwidth, 0.0)
     share = (ranks - 1) / ranks * (2 if operation == "all-reduce" else 1)
     if operation == "all-to-all" and group.nodes > 1:
-        away, near = (ranks - group.in_node) / ranks, (group.in_node - 1) / ranks
-        inside = _ramped_cost(start, near, _inside_bandwidth(cluster, operation, group.in_node), "inside")
-        return replace(_ramped_cost(start, away, _across_bandwidth(cluster.across, 1), "pairs"), beside=inside)
+        return _ramped_cost(start, 1 - group.in_node / ranks, _across_bandwidth(cluster.across, 1), "pairs")
     if group.nodes == 1:
         return _ramped_cost(start, share, _inside_bandwidth(cluster, operation, ranks), "inside")
     rings = 2 if operation == "all-reduce" else 1

@@ -134,10 +134,11 @@ def find_device(name: str) -> Device | None:
 
 
 @cache
-def architecture_share(architecture: str) -> float | None:
-    """Return the fraction of their bf16 peak that devices of an architecture (such as "Hopper") reach in measured
-    matrix products: the median over the devices; None if none was measured."""
-    shares = [share for each in DEVICES if each.architecture == architecture and (share := each.measured_share("bf16"))]
+def architecture_share(architecture: str, precision: str) -> float | None:
+    """Return the fraction of their peak in a precision, "bf16" or "fp8", that devices of an architecture (such as
+    "Hopper") reach in measured matrix products: the median over the devices; None if none was measured."""
+    alike = (each.measured_share(precision) for each in DEVICES if each.architecture == architecture)
+    shares = [share for share in alike if share]
     return statistics.median(shares) if shares else None
 
 
