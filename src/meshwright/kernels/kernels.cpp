@@ -130,8 +130,8 @@ struct Run {
     std::vector<float> partials;  // results of spans that several items compute
     std::vector<Pairs> rounded;  // the inputs of the current product: [inputs + 31][rounded_stride / 32][32]
     std::vector<QueryTile> tiles{};
-    long spans = 1, tile_tokens = 1;  // most of any tile
-    long parts = 1, rows = 0, floats = 0;  // items of a tile and head, rows of a tile, floats of a span's results
+    // Most spans and tokens of any tile; items of a tile and head, rows of a tile, floats of a span's results.
+    long spans = 1, tile_tokens = 1, parts = 1, rows = 0, floats = 0;
     std::vector<long> done{}, ends{};  // parts of each tile and head; items up to the end of each matrix
 };
 

@@ -17,11 +17,12 @@ struct alignas(64) Pairs { bfloat16 value[2 * LANES]; };  // 16 columns x 2 cons
 // registers; AVX-512 leaves some for 8 broadcast inputs.
 template <class W> constexpr int ACCUMULATORS = PARTS == 1 ? 18 : std::is_same_v<W, Pairs> ? 5 : 6;
 template <class W> constexpr int TILE_ROWS = std::min(8, ACCUMULATORS<W>);
-// Most pairs of panels that a thread multiplies by a row block at once, and of those by few rows.
-constexpr long MOST_PAIRS = 4, MOST_PAIRS_OF_FEW_ROWS = 8, FEW_ROWS = 4;
+// Most pairs of panels that a thread multiplies by a row block at once, and of those by few rows; bytes from where a
+// tile reads weights that no other tile reads to what it prefetches.
+constexpr long MOST_PAIRS = 4, MOST_PAIRS_OF_FEW_ROWS = 8, FEW_ROWS = 4, STREAM_AHEAD = 4096;
 constexpr long BLOCK_ROWS = 256, SUMS = BLOCK_ROWS * 2 * MOST_PAIRS * LANES;  // of most work items
-constexpr bool ROUNDS = DEFINED(__AVX512BF16__);  // products with bfloat16 weights take inputs rounded to bfloat16
-constexpr bool AMX = DEFINED(__AMX_BF16__);
+// ROUNDS: products with bfloat16 weights take inputs rounded to bfloat16.
+constexpr bool ROUNDS = DEFINED(__AVX512BF16__), AMX = DEFINED(__AMX_BF16__);
 constexpr long SECTION = ROUNDS ? 1024 : 256, AMX_K = 32;  // k of one AMX tile, to which panels are padded
 
 template <class W> INLINE Vec load_k(const W* p, bool) { return load(p); }
@@ -33,9 +34,10 @@ INLINE Vec load_k(const Pairs* p, bool odd) {  // the even or the odd k
 }
 
 // sums[r][16 p ...] (+)= x[r][0 .. depth) times panel p, whose k-th row (pair of k for Pairs) is w[p] + k * stride.
-// `fresh`: sums are overwritten. Meanwhile it prefetches the panels `next`. Not inlined: what surrounds it would take
-// registers from the sums.
-template <class X, class W, int R, int P>
+// `fresh`: sums are overwritten. Meanwhile it prefetches the panels `next`, or if `Far` is not 0, what is so many bytes
+// ahead in them, past the last cache (NTA): weights that are read once in a step would evict all else from it, such as
+// keys and values. Not inlined: what surrounds it would take registers from the sums.
+template <class X, class W, int R, int P, long Far>
 [[gnu::noinline]] static void multiply_tile(const X* const* x, const W* const* w, const W* const* next, long stride,
                                             long depth, float* sums, long columns, bool fresh) {
     Vec total[R][P] = {};
@@ -43,7 +45,7 @@ template <class X, class W, int R, int P>
     for (long k = 0; k < depth; k += 1 + pairs) {
         // After an odd k panels and rounded rows have a 0.
         const long at = k / (1 + pairs) * stride, second = std::min(k + 1, depth - 1);
-        UNROLL for (int p = 0; p < P; ++p) _mm_prefetch((const char*)(next[p] + at), _MM_HINT_T1);
+        UNROLL for (int p = 0; p < P; ++p) _mm_prefetch((char*)(next[p] + at) + Far, Far ? _MM_HINT_NTA : _MM_HINT_T1);
         UNROLL for (int p = 0; p < P; ++p) {
 #ifdef __AVX512BF16__  // VDPBF16PS adds x[0] times the even and x[1] times the odd k
             if constexpr (pairs && std::is_same_v<X, bfloat16>) {
@@ -71,7 +73,7 @@ template <class X, class W, int R, int P>
 
 // The same for any number of rows, in tiles of nearly equal height (at most R), and of panels, which stay in the first
 // cache for all rows. A tile takes at most `Panels` panels; the first tiles prefetch the panels `next`.
-template <int Panels, class X, class W, int R = TILE_ROWS<W>> static void multiply(
+template <int Panels, class X, class W, long Far = 0, int R = TILE_ROWS<W>> static void multiply(
     const X* const* x, long rows, const W* const* w, const W* const* next, long panels, long stride, long depth,
     float* sums, long columns, bool fresh = false) {
     if constexpr (R > 0) {
@@ -80,12 +82,12 @@ template <int Panels, class X, class W, int R = TILE_ROWS<W>> static void multip
         for (long n; (n = rows - end) >= R && (n - 1) / ((n - 1) / TILE_ROWS<W> + 1) + 1 == R;) end += R;
         for (long p = 0, count; end && p < panels; p += count) {
             count = p + most <= panels ? most : 1;
-            const auto tile = count > 1 ? multiply_tile<X, W, R, most> : multiply_tile<X, W, R, 1>;
+            const auto tile = count > 1 ? multiply_tile<X, W, R, most, Far> : multiply_tile<X, W, R, 1, Far>;
             for (long r = 0; r < end; r += R)
                 tile(x + r, w + p, (r ? w : next) + p, stride, depth, sums + r * columns + p * LANES, columns, fresh);
         }
-        multiply<Panels, X, W, R - 1>(x + end, rows - end, w, end ? w : next, panels, stride, depth,
-                                      sums + end * columns, columns, fresh);
+        multiply<Panels, X, W, Far, R - 1>(x + end, rows - end, w, end ? w : next, panels, stride, depth,
+                                           sums + end * columns, columns, fresh);
     }
 }
 
@@ -169,8 +171,9 @@ template <class W> static void multiply_panels(const void* const* x, long rows, 
         for (long r = 0; r < rows; ++r) row[r] = (const X*)x[r] + begin;
         if constexpr (AMX && pairs)
             multiply_by_amx(row[0], rounded_stride(w.k), rows, at, count, depth, sums, columns, fresh);
-        // A tile of few rows waits for its own stream, which the processor prefetches; software prefetches of lines
-        // further ahead make it slower.
+        // One row of float32 is as fast as memory without prefetches, and slower with them.
+        else if (rows <= (PARTS == 1 ? TILE_ROWS<W> : FEW_ROWS) && (pairs || rows > 1))
+            multiply<2, X, W, STREAM_AHEAD>(row, rows, at, at, count, stride, depth, sums, columns, fresh);
         else multiply<2>(row, rows, at, at + (rows > FEW_ROWS) * 2, count, stride, depth, sums, columns, fresh);
     }
 }
