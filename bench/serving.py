@@ -63,7 +63,8 @@ def summarise(waves: list[Wave]) -> dict[str, Any]:
 
 
 def compare(by_name: dict[str, list[Wave]]) -> dict[str, Any]:
-    """Meshwright against the peer with the most tokens per second, and against the one with the lowest TTFT (TTFT)."""
+    """Meshwright against the peer with the most tokens per second, and against the one with the lowest time to first
+    token (TTFT): the peer's seconds over Meshwright's, so that above 1 Meshwright is faster."""
     ours = by_name.get("meshwright")
     peers = {name: waves for name, waves in by_name.items() if name not in OURS and waves}
     if not ours or not peers:
