@@ -23,21 +23,24 @@ PROBING = 4
 """One of this many refused clients retries continuously."""
 MOST_SECONDS = 60.0
 """After which a probing client gives up."""
+QUEUE = 64
+"""Limit on waiting requests of the server (`--queue-requests`)."""
 ENOUGH_PROBED, ENOUGH_RETURNED = 20, 60
 """Samples that a result about retries needs: probing clients, and clients that returned once."""
 
 
 class Arrivals:
-    """Open-loop clients: Poisson arrivals at a rate, each sends one short request; results are counted."""
+    """Open-loop clients: Poisson arrivals at a rate, each sends one short request; results are counted. refused: number
+    of clients of earlier arrivals that came back after a refusal."""
 
-    def __init__(self, client: Client, seed: int) -> None:
+    def __init__(self, client: Client, seed: int, refused: int = 0) -> None:
         self.client = client
         self.draw = random.Random(seed)
         self.counts: collections.Counter[str] = collections.Counter()
         self.wrong: list[str] = []
         self.retried: list[bool] = []
         self.waits: list[tuple[float, float]] = []  # probing clients: predicted seconds, seconds until admission
-        self._refused = 0  # returning clients
+        self._refused = refused  # returning clients
         self.first_token: list[float] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -73,7 +76,7 @@ class Arrivals:
         if wait is None or not retry:
             return
         self._refused += 1
-        if self._refused % PROBING == 0:
+        if self._refused % PROBING == 1:
             await self._probe(body, response.ended, wait)
         else:
             await asyncio.sleep(wait)
@@ -204,10 +207,10 @@ async def retries(server: Server, client: Client, options: argparse.Namespace) -
         (len(waits) < ENOUGH_PROBED or len(retried) < ENOUGH_RETURNED)
         and time.monotonic() - begun < 60 * options.minutes
     ):
-        arrivals = Arrivals(client, seed=10 + cycles)
+        arrivals = Arrivals(client, seed=10 + cycles, refused=len(retried) + len(waits))
         cycles += 1
         await arrivals.run(10 * rate, 15)
-        await arrivals.run(0.8 * rate, 30, retry=True)
+        await arrivals.run(0.8 * rate, max(10, 3 * QUEUE / rate), retry=True)  # refusals come while the queue is full
         await arrivals.finish()
         retried += arrivals.retried
         waits += arrivals.waits
@@ -236,10 +239,10 @@ def judge_retries(retried: list[bool], waits: list[tuple[float, float]]) -> dict
     return {
         "clients_that_returned": len(retried),
         "clients_that_probed": len(waits),
-        "share_that_succeed_at_first_retry": round(share, 4),
+        "share_that_succeed_at_first_retry": round(share, 4) if retried else None,
         "promised_seconds_median": round(statistics.median(each for each, _ in waits), 3) if waits else None,
         "actual_seconds_median": round(statistics.median(each for _, each in waits), 3) if waits else None,
-        "promised_over_actual_median": round(ratio, 3),
+        "promised_over_actual_median": round(ratio, 3) if waits else None,
         "promised_over_actual_quartiles": [round(ratios[len(ratios) * part // 4], 3) for part in (1, 3) if ratios],
         "verdict": f"too few samples: {', '.join(few)}" if few else verdict,
         "passed": not few and verdict == "share and ratio as asked",

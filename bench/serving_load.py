@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from common import read_stored, write_result
 from load_faults import disconnects, kills
-from load_overload import overload, retries
+from load_overload import QUEUE, overload, retries
 from load_programs import clients, lm_eval, schema
 from serving_client import Client, RequestFailed, run
 from serving_models import CACHE, SHAPES
@@ -66,7 +66,7 @@ def run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run one part of the benchmark against its own server."""
     work = CACHE / "work" / "load"
     work.mkdir(parents=True, exist_ok=True)
-    arguments = ["--queue-requests", "64", *(["--layout", options.layout] if options.layout else [])]
+    arguments = ["--queue-requests", str(QUEUE), *(["--layout", options.layout] if options.layout else [])]
     server = start_meshwright(options.model, choose_dtype(name, options), work, *arguments)
 
     async def work_through() -> dict[str, Any]:
