@@ -23,19 +23,24 @@ PROBING = 4
 """One of this many refused clients retries continuously."""
 MOST_SECONDS = 60.0
 """After which a probing client gives up."""
+QUEUE = 64
+"""Limit on waiting requests of the server (`--queue-requests`)."""
+ENOUGH_PROBED, ENOUGH_RETURNED = 20, 60
+"""Samples that a result about retries needs: probing clients, and clients that returned once."""
 
 
 class Arrivals:
-    """Open-loop clients: Poisson arrivals at a rate, each sends one short request; results are counted."""
+    """Open-loop clients: Poisson arrivals at a rate, each sends one short request; results are counted. refused: number
+    of clients of earlier arrivals that came back after a refusal."""
 
-    def __init__(self, client: Client, seed: int) -> None:
+    def __init__(self, client: Client, seed: int, refused: int = 0) -> None:
         self.client = client
         self.draw = random.Random(seed)
         self.counts: collections.Counter[str] = collections.Counter()
         self.wrong: list[str] = []
         self.retried: list[bool] = []
         self.waits: list[tuple[float, float]] = []  # probing clients: predicted seconds, seconds until admission
-        self._refused = 0  # returning clients
+        self._refused = refused  # returning clients
         self.first_token: list[float] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -71,7 +76,7 @@ class Arrivals:
         if wait is None or not retry:
             return
         self._refused += 1
-        if self._refused % PROBING == 0:
+        if self._refused % PROBING == 1:
             await self._probe(body, response.ended, wait)
         else:
             await asyncio.sleep(wait)
@@ -191,31 +196,54 @@ async def overload(server: Server, client: Client, options: argparse.Namespace) 
 
 
 async def retries(server: Server, client: Client, options: argparse.Namespace) -> dict[str, Any]:
-    """Cycles of ten times the capacity, then 0.8 times it, when refused clients come back."""
+    """Cycles of ten times the capacity, then 0.8 times it, when refused clients come back: at least `--cycles`, until
+    there are enough samples or, after them, until `--minutes` have passed."""
     rate = await capacity(client, 15)
     retried: list[bool] = []
     waits: list[tuple[float, float]] = []
     wrong: list[str] = []
-    for cycle in range(options.cycles):
-        arrivals = Arrivals(client, seed=10 + cycle)
+    begun, cycles = time.monotonic(), 0
+    while cycles < options.cycles or (
+        (len(waits) < ENOUGH_PROBED or len(retried) < ENOUGH_RETURNED)
+        and time.monotonic() - begun < 60 * options.minutes
+    ):
+        arrivals = Arrivals(client, seed=10 + cycles, refused=len(retried) + len(waits))
+        cycles += 1
         await arrivals.run(10 * rate, 15)
-        await arrivals.run(0.8 * rate, 30, retry=True)
+        await arrivals.run(0.8 * rate, max(10, 3 * QUEUE / rate), retry=True)  # refusals come while the queue is full
         await arrivals.finish()
         retried += arrivals.retried
         waits += arrivals.waits
         wrong += arrivals.wrong
+    return {
+        "capacity_requests_per_second": round(rate, 2),
+        "cycles": cycles,
+        "refused_after_the_fall": len(retried) + len(waits),
+        "wrong": wrong,
+        **judge_retries(retried, waits),
+    }
+
+
+def judge_retries(retried: list[bool], waits: list[tuple[float, float]]) -> dict[str, Any]:
+    """Figures of refused clients and the verdict. retried: for each client that returned once, True if it was admitted
+    then. waits: (promised, actual) seconds of each probing client."""
     share = sum(retried) / len(retried) if retried else math.nan
     ratios = sorted(promised / actual for promised, actual in waits)
     ratio = statistics.median(ratios) if ratios else math.nan
+    few = [
+        f"{len(found)} clients {did}, {needed} needed"
+        for found, did, needed in ((waits, "probed", ENOUGH_PROBED), (retried, "returned", ENOUGH_RETURNED))
+        if len(found) < needed
+    ]
+    verdict = "share and ratio as asked" if share >= 0.9 and 1 / 1.5 <= ratio <= 1.5 else "share or ratio missed"
     return {
-        "capacity_requests_per_second": round(rate, 2),
-        "refused_after_the_fall": len(retried) + len(waits),
-        "share_that_succeed_at_first_retry": round(share, 4),
+        "clients_that_returned": len(retried),
         "clients_that_probed": len(waits),
+        "share_that_succeed_at_first_retry": round(share, 4) if retried else None,
         "promised_seconds_median": round(statistics.median(each for each, _ in waits), 3) if waits else None,
         "actual_seconds_median": round(statistics.median(each for _, each in waits), 3) if waits else None,
-        "promised_over_actual_median": round(ratio, 3),
+        "promised_over_actual_median": round(ratio, 3) if waits else None,
         "promised_over_actual_quartiles": [round(ratios[len(ratios) * part // 4], 3) for part in (1, 3) if ratios],
-        "wrong": wrong,
-        "passed": share >= 0.9 and 1 / 1.5 <= ratio <= 1.5,
+        "verdict": f"too few samples: {', '.join(few)}" if few else verdict,
+        "passed": not few and verdict == "share and ratio as asked",
     }

@@ -3,7 +3,8 @@
 - `overload`: ten times the capacity for some minutes: resident memory grows by less than 1%, every admitted request
   ends as it should, the others get 429 with a time to wait.
 - `retries`: arrivals fall from ten to 0.8 times the capacity: of the clients refused from then on, 90% succeed at
-  their first retry; the time promised to a refused client against the time until a request was admitted.
+  their first retry; the time promised to a refused client against the time until a request was admitted. Repeated until
+  20 clients probed and 60 returned.
 - `disconnects`: 1,000 clients that leave, streaming or not: all blocks come back.
 - `kills`: `kill -9` of random ranks under running streams, for each of `--kill-layouts`: every stream, its
   log-probabilities included, equals the undisturbed server's; `/health` says 503 within 2 s; all blocks come back.
@@ -29,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from common import read_stored, write_result
 from load_faults import disconnects, kills
-from load_overload import overload, retries
+from load_overload import QUEUE, overload, retries
 from load_programs import clients, lm_eval, schema
 from serving_client import Client, RequestFailed, run
 from serving_models import CACHE, SHAPES
@@ -65,7 +66,7 @@ def run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run one part of the benchmark against its own server."""
     work = CACHE / "work" / "load"
     work.mkdir(parents=True, exist_ok=True)
-    arguments = ["--queue-requests", "64", *(["--layout", options.layout] if options.layout else [])]
+    arguments = ["--queue-requests", str(QUEUE), *(["--layout", options.layout] if options.layout else [])]
     server = start_meshwright(options.model, choose_dtype(name, options), work, *arguments)
 
     async def work_through() -> dict[str, Any]:
@@ -91,8 +92,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--layout", default="", help="layout of the server, but for the part kills")
     parser.add_argument("--kill-layouts", nargs="+", default=["tp3", "dp2", "pp2"], help="layouts of the part kills")
-    parser.add_argument("--minutes", type=float, default=10, help="minutes of overload")
-    parser.add_argument("--cycles", type=int, default=4, help="cycles of retries")
+    parser.add_argument("--minutes", type=float, default=10, help="minutes of overload; longest time of retries")
+    parser.add_argument("--cycles", type=int, default=4, help="least number of cycles of retries")
     parser.add_argument("--disconnects", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=6, help="kills of each layout")
     parser.add_argument("--examples", type=int, default=100, help="schemathesis examples per operation")

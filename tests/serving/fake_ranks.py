@@ -86,7 +86,7 @@ class FakeEngine:
         running = min(len(self.requests), self.plan.sizes.max_sequences)
         return {
             "tokens": running, "context": 0, "running": running, "waiting": len(self.requests) - running, "paused": 0,
-            "places": self.plan.sizes.max_sequences,
+            "places": self.plan.sizes.max_sequences, "prompt_tokens": self.plan.sizes.token_budget,
             "free": self.plan.sizes.blocks, "cached": 0, "held": 0,
         }  # fmt: skip
 

@@ -220,3 +220,15 @@ def test_processor_seconds_of_a_session_are_those_of_its_processes(bench: tuple[
         other.communicate(b"\n")
     assert 0.25 <= seconds <= 0.45
     assert load.read_busy_seconds() - busy >= 0.25
+
+
+def test_result_about_retries_needs_samples_and_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(REPOSITORY / "bench"))
+    judge = importlib.import_module("load_overload").judge_retries
+    enough = judge([True] * 55 + [False] * 5, [(1.2, 1.0)] * 20)
+    assert enough["passed"] and enough["share_that_succeed_at_first_retry"] == 0.9167
+    few = judge([True] * 59, [(1.2, 1.0)] * 3)
+    assert not few["passed"]
+    assert few["verdict"] == "too few samples: 3 clients probed, 20 needed, 59 clients returned, 60 needed"
+    for retried, waits in (([True] * 53 + [False] * 7, [(1.2, 1.0)] * 20), ([True] * 60, [(1.6, 1.0)] * 20)):
+        assert (found := judge(retried, waits))["verdict"] == "share or ratio missed" and not found["passed"]

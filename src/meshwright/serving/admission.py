@@ -107,4 +107,4 @@ class AnswerLengthRatio:
     def predict_length(self, tokens: int, max_tokens: int) -> int:
         """Return the predicted final length in tokens of an unfinished answer that has `tokens` tokens so far: at least
         `tokens` + 1, at most `max_tokens`."""
-        return min(max_tokens, max(int(self.ratio * max_tokens), tokens + 1))
+        return min(max_tokens, max(round(self.ratio * max_tokens), tokens + 1))

@@ -135,8 +135,7 @@ def _run_leader(engine: Engine, front: Channel, followers: list[Channel]) -> Non
         if ran := not engine.idle:
             outputs += engine.step()
         now = time.perf_counter()
-        added = sum("add" in message for message in messages)
-        report = {**engine.report(), "added": added, "seconds": now - began if ran else 0.0}
+        report = {**engine.report(), "seconds": now - began if ran else 0.0}
         began = now
         front.send(encode({"outputs": outputs, "step": report}))
         if stop:

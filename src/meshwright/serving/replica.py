@@ -8,7 +8,7 @@ import math
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
-from itertools import chain, cycle, islice
+from itertools import cycle, islice
 from typing import Any
 
 from meshwright.serving.admission import AnswerLengthRatio
@@ -18,10 +18,8 @@ from meshwright.spec.block_tables import BLOCK_TOKENS
 
 COUNTERS = ("pauses", "prefix_queries", "prefix_hits", "kernel_seconds")
 """Figures of a step's report that are totals since the start of the replica's ranks."""
-PREDICTION_SECONDS = 0.1
+PREDICTION_SECONDS = 0.02
 """Age up to which a prediction of the queue is reused: for a long queue it takes milliseconds."""
-MAX_PREDICTED = 1024
-"""Number of requests whose admission is predicted one by one; the wait of more is proportional to their number."""
 
 TIMES_PREDICTED = 10.0
 """Multiple of its predicted time up to which a step does not count as hanging."""
@@ -76,7 +74,6 @@ class Replica:
         ready: True if it accepts requests.
         has_served: True if it has generated a token since its ranks were started.
         last_message: Time of the last message from its ranks, in seconds of `time.monotonic`.
-        sent: Number of requests sent to it that `report` does not include yet.
         report: Figures of its last step, from `Engine.report`.
         totals: {name: sum since the server's start}. Figures that `report` counts too (`COUNTERS`), such as
             prefix-cache hits, are summed here over earlier starts of the ranks only; `stats` adds the count of the
@@ -108,8 +105,8 @@ class Replica:
         self.report: dict[str, Any] = {}
         self.lost: asyncio.Future[str] | None = None
         self.ready, self.has_served, self.ready_since = False, False, math.inf
-        self.last_message, self.sent = 0.0, 0
-        self._predicted, self._admissions = -math.inf, list[float]()  # time of the last prediction, and its result
+        self.last_message = 0.0
+        self._predicted, self._ends = -math.inf, list[float]()  # time of the last prediction, and its result
 
     def mark_lost(self, reason: str) -> None:
         """Mark the replica as lost, so that its ranks are ended and restarted. reason: one line for the log."""
@@ -130,8 +127,8 @@ class Replica:
 
     def take_report(self, report: dict[str, Any]) -> None:
         """Store the figures of a step and update the model of step times. report: dictionary of `Engine.report`,
-        extended by `seconds`, the duration of the step, and `added`, the number of requests added before the step."""
-        self.last_message, self.report, self.sent = time.monotonic(), report, self.sent - report["added"]
+        extended by `seconds`, the duration of the step."""
+        self.last_message, self.report = time.monotonic(), report
         seconds, tokens, keys = report["seconds"], report.get("tokens", 0), report.get("context", 0)
         if seconds and tokens:
             self.hangs = 0
@@ -155,45 +152,24 @@ class Replica:
         return {**self.totals, **now, **since}
 
     @property
-    def free_sequences(self) -> int:
-        """Estimated number of further sequences that the replica could start now; may be negative: the number of places
-        at its last report, minus the sequences that ran or waited then, minus the requests sent since. A sequence that
-        waits for a prefix that another one is computing takes one place, and leaves the others free."""
-        return self.report["places"] - sum(self.report[name] for name in ("running", "paused", "waiting")) - self.sent
-
-    @property
     def pending_tokens(self) -> int:
         """Estimated number of tokens that the replica will compute before a new request gets its first token. Used to
         balance load over replicas. A request without a generated token counts with the length of its prompt, every
         other request with `BLOCK_TOKENS`."""
         return sum(BLOCK_TOKENS if each.tokens else len(each.request.tokens) for each in self.streams.values())
 
-    def predict_wait(self, count: int) -> float:
-        """Return the predicted seconds until the first `count` requests of the replica's queue have been admitted; 0
-        without unfinished requests. A request whose prompt is being computed counts as one of the queue. Requests
-        beyond the queue's last are assumed to be like the unfinished ones."""
+    def predict_ends(self) -> list[float]:
+        """Return the predicted times, in seconds of `time.monotonic`, at which requests end, ascending: as many as
+        there are unfinished requests. The queue is assumed to continue with requests like the unfinished ones."""
         now = time.monotonic()
-        if not self.streams:
-            return 0.0
-        count = min(whole := count, MAX_PREDICTED)
-        if now - self._predicted > PREDICTION_SECONDS or count > len(self._admissions):
+        if now - self._predicted > PREDICTION_SECONDS and self.streams:
             streams = sorted(self.streams.values(), key=lambda each: not each.tokens)  # those that run come first
-            unfinished = (self._estimate_work(each, len(each.tokens)) for each in streams)
-            later = cycle(self._estimate_work(each, 0) for each in streams)
-            decoding = sum(bool(each.tokens) for each in streams)
-            requests = islice(chain(unfinished, later), decoding + 2 * count)
-            found = self.step_times.predict_admissions(requests, max(1, self.report["places"]), self.groups)
-            self._admissions, self._predicted = found[decoding:], now
-        left = self._admissions[count - 1] * whole / count - (now - self.last_message)  # the state is the last step's
-        return left if left > 0 else self._predict_step()
-
-    @property
-    def delay(self) -> float:
-        """Seconds by which the replica's current step is late; 0 if it is not late, or if there are no requests. The
-        delay is the time since the last report, minus the predicted duration of a step or, if longer, the predicted
-        time until the next admission."""
-        expected = max([self._predict_step(), *self._admissions[:1]])
-        return max(0.0, time.monotonic() - self.last_message - expected) if self.streams else 0.0
+            works = [self._estimate_work(each, len(each.tokens)) for each in streams]
+            works += islice(cycle([self._estimate_work(each, 0) for each in streams]), self.report["places"])
+            ends = self.step_times.predict_ends(works, self.report["places"], self.report["prompt_tokens"], self.groups)
+            self._ends = [self.last_message + each for each in ends[: len(streams)]]  # the state is the last step's
+            self._predicted = now
+        return self._ends
 
     def compute_step_limit(self, seconds: float, budget: int) -> float:
         """Return the time limit of the present step in seconds, above which the replica counts as hanging. The limit is
@@ -206,10 +182,6 @@ class Replica:
         predicted = self.step_times.predict(tokens, tokens * longest)
         one_by_one = tokens * self.step_times.predict(1, longest)
         return max(seconds * 2.0 ** min(self.hangs, MAX_DOUBLINGS), TIMES_PREDICTED * predicted, one_by_one)
-
-    def _predict_step(self) -> float:
-        """Return the predicted seconds of a step with as many tokens and attended keys as the last step had."""
-        return self.step_times.predict(self.report.get("tokens", 0), self.report.get("context", 0))
 
     def _estimate_work(self, stream: Stream, done: int) -> Work:
         """Return the predicted remaining work of the request of `stream` when `done` tokens of its answer have been

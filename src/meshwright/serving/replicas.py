@@ -123,17 +123,19 @@ class Replicas:
         if self._state in ("starting", "draining", "failed"):
             return Refusal(self._state, 1.0)
         ready = [replica for replica in self._replicas if replica.ready]
-        parked = sum(stream.replica is None for stream in self._streams.values())
-        waiting = parked + max(1, len(requests)) - sum(replica.free_sequences for replica in ready)
+        waiting = len(self._streams) + max(1, len(requests)) - sum(replica.report["places"] for replica in ready)
         asked = sum(len(request.tokens) for request in requests)
         prompts = [len(stream.request.tokens) for stream in self._streams.values() if not stream.tokens]
 
-        def predict(count: int) -> float:
-            """Return the predicted seconds until `count` requests have left the queue; 1 if no replica is ready."""
-            return min((replica.predict_wait(-(-count // len(ready))) for replica in ready), default=1.0)
+        now = time.monotonic()
+        began = max((replica.last_message for replica in ready), default=now)
 
-        delay = min((replica.delay for replica in ready), default=0.0)
-        queue = QueueForecast(waiting, prompts, sum(prompts) + max(1, asked), predict, delay)
+        def predict(count: int) -> float:
+            """Return the predicted seconds until `count` requests have ended; 1 if none runs on a ready replica."""
+            ends = sorted(end for replica in ready for end in replica.predict_ends()) or [now + 1.0]
+            return (ends[min(count, len(ends)) - 1] - began) * max(1.0, count / len(ends))
+
+        queue = QueueForecast(waiting, prompts, sum(prompts) + max(1, asked), predict, now - began)
         return self._line.admit(ticket, len(requests), asked or ticket.tokens, queue)
 
     def submit(self, request: Request, on_output: OutputCallback) -> None:
@@ -364,7 +366,6 @@ class Replicas:
             replica.last_message = time.monotonic()
         stream.replica = replica
         replica.streams[request.id] = stream
-        replica.sent += 1
         self._send_message(replica, {"add": request})
 
     def _send_message(self, replica: Replica, message: Message) -> None:

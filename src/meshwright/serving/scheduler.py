@@ -97,6 +97,7 @@ class Scheduler:
         self._state: AdmissionState | None = None  # of this step
         self._refused: tuple[Sequence, int] | None = None  # head of the queue, and `pool.releases` at that time
         self._blocked: tuple[Sequence | None, int] = None, 0  # head of the queue without KV blocks, sequences admitted
+        self._prompt_tokens = sizes.token_budget  # of the last step, at most
         self._totals = Counter(prefix_queries=0, prefix_hits=0, pauses=0)
 
     def add(self, request: Request) -> None:
@@ -135,6 +136,7 @@ class Scheduler:
         budget, rows = self._sizes.token_budget, self._sizes.logit_rows
         decoding = sum(len(sequence.tokens) - sequence.computed == 1 for sequence in mine)
         budget -= max(0, min(-(-self._sizes.max_sequences // self._groups), budget // 8) - decoding)  # for later ones
+        self._prompt_tokens = budget - decoding
         for sequence in mine:
             assert not sequence.in_flight, f"the last batch of group {group} has not been recorded"
             wanted = min(len(sequence.tokens) - sequence.computed, budget)
@@ -184,13 +186,14 @@ class Scheduler:
         """Figures by name. Present numbers of sequences: `waiting`, `running`, `paused` (they keep their KV blocks, but
         cannot get more), and `places`, the number that can run at a time: those that ran in this step if the next one
         lacks KV blocks, else the maximum, also while the next one waits for the turn of a pipeline group, or for the KV
-        blocks of a common prefix. Present numbers of KV blocks: `free` (without content), `cached` (evictable), `held`.
+        blocks of a common prefix. `prompt_tokens`: maximum number of prompt tokens of a step besides the sequences that
+        decode, at least 1. Present numbers of KV blocks: `free` (without content), `cached` (evictable), `held`.
         Totals: `prefix_queries` and `prefix_hits` (tokens looked up and found in the prefix cache), `pauses` of
         sequences."""
         paused, admitted = sum(sequence.paused for sequence in self._admitted), len(self._admitted)
         places = self._blocked[1] if self._blocked[0] in self._queue[:1] else self._sizes.max_sequences
         sequences = {"waiting": len(self._queue), "running": admitted - paused, "paused": paused, "places": places}
-        return {**sequences, **self.pool.stats, **self._totals}
+        return {**sequences, "prompt_tokens": max(1, self._prompt_tokens), **self.pool.stats, **self._totals}
 
     def _get_admission_state(self) -> AdmissionState:
         """Return the `AdmissionState` (deadlock avoidance) of all admitted sequences, computed once per step."""

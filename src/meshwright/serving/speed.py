@@ -1,10 +1,13 @@
-"""Online model of step times: predicted seconds of a step and of the wait for admission, fitted to measured steps."""
+"""Online model of step times: predicted seconds of a step and of the ends of requests, fitted to measured steps."""
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
+
+import numpy as np
 
 FORGETTING = 0.98  # weight of a step relative to the next one: about the last 50 count
 TYPICAL_ERRORS = 2.0  # larger multiples of the typical relative error are down-weighted in proportion (Huber)
@@ -71,26 +74,29 @@ class StepTimes:
             c = max(0.0, (target_c - ac * a - bc * b) / cc) if cc else c
         self.coefficients = a, b, c
 
-    def predict_admissions(self, requests: Iterable[Work], max_sequences: int, groups: int = 1) -> list[float]:
-        """Return the predicted seconds until each request is admitted and its prompt computed, in their order.
+    def predict_ends(self, requests: Iterable[Work], places: int, prompt_tokens: int, groups: int = 1) -> list[float]:
+        """Return the predicted seconds until requests end, ascending.
 
-        The prediction assumes that each running sequence decodes one token in every `groups` steps, and that each
-        sequence that ends lets the next request be admitted and prefilled. requests: remaining work of the requests,
-        those that run already first. max_sequences: maximum number of sequences that run at a time. groups: number of
-        groups (pipeline stages) among which the sequences are divided; a step computes one group.
+        The prediction assumes that each running sequence decodes one token in every `groups` steps, that prompts are
+        computed one after the other beside the decoding sequences, and that a sequence that ends lets the next request
+        start. requests: remaining work of the requests, those that decode already first. places: maximum number of
+        sequences that run at a time. prompt_tokens: maximum number of prompt tokens of a step. groups: number of groups
+        (pipeline stages) among which the sequences are divided; a step computes one group.
         """
-        _, b, c = self.coefficients
-        seconds, step, keys = 0.0, 0, 0
-        ends: list[tuple[int, int]] = []  # heap of (step of the end, keys of a step of this sequence)
-        admissions: list[float] = []
-        for work in requests:
-            while len(ends) >= max_sequences:
-                end, context = heapq.heappop(ends)
-                seconds += (end - step) * groups * self.predict((len(ends) + 1) / groups, keys / groups)
-                step, keys = end, keys - context
-            seconds += b * work.prompt + c * work.prompt * (work.context + work.prompt / 2)
-            context = work.context + work.prompt + work.answer // 2
-            keys += context
-            heapq.heappush(ends, (step + work.answer, context))
-            admissions.append(seconds)
-        return admissions
+        a, b, c = self.coefficients
+        running, ends, free = list[int](), list[int](), 0.0  # in rounds of `groups` steps; `running` is a heap
+        changes: list[tuple[float, float]] = []  # (round, change of the seconds of a round)
+        for prompt, answer, context in requests:
+            begin = heapq.heappop(running) if len(running) >= max(1, places) else 0
+            if prompt:
+                start, free = max(begin, free), max(begin, free) + prompt / (prompt_tokens * groups)
+                cost = prompt_tokens * groups * (b + c * (context + prompt / 2))
+                changes += (start, cost), (free, -cost)
+                begin, answer = math.ceil(free), answer - 1  # the last step of the prompt samples the first token
+            cost = b + c * (context + prompt + answer / 2)
+            changes += (begin, cost), (begin + answer, -cost)
+            ends.append(begin + answer)
+            heapq.heappush(running, begin + answer)
+        rounds, costs = np.array(sorted(changes)).T
+        seconds = np.append(0.0, np.cumsum((groups * a + np.cumsum(costs)[:-1]) * np.diff(rounds)))
+        return np.interp(sorted(ends), rounds, seconds).tolist()

@@ -13,6 +13,7 @@ import heapq
 import itertools
 import math
 import time
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,9 +21,10 @@ from typing import NamedTuple
 MAX_PLACES = 4096
 """Maximum number of places. Beyond it a new client replaces the one that is late the longest; if none is late, it gets
 no place."""
-MARGIN, SHORTEST_SECONDS, LONGEST_SECONDS = 1.25, 0.01, 60.0
-"""`Retry-After` / predicted wait, above 1 as a client that retries too early meets a full queue; shortest and longest
-`Retry-After`: openai's client ignores longer ones, and one that retries early keeps its place."""
+MARGIN, SHORTEST_SECONDS, LONGEST_SECONDS = 1.2, 0.01, 60.0
+"""Time of a retry / predicted time, both counted from the end of the last step; above 1, as a client that retries too
+early meets a full queue. Shortest and longest `Retry-After`: openai's client ignores longer ones, and one that retries
+early keeps its place."""
 GRACE_SECONDS, GRACE_SHARE = 2.0, 0.25
 """A place expires when its client is later than both: seconds, and share of its `Retry-After`."""
 LATE_SECONDS = 0.1
@@ -31,7 +33,7 @@ EARLY_SECONDS = 0.01
 """Tolerance for clients that retry early, as their timers may be coarse."""
 LEARNING = 1 / 32
 """Weight of one client in the moving average of the share that returns."""
-GUARD = 4
+GUARD = 2
 """1 / `GUARD` of the queue is reserved for clients with a place, if there are that many."""
 
 
@@ -83,16 +85,16 @@ class QueueForecast(NamedTuple):
             all could run at once.
         prompts: Number of prompt tokens of each queued request, from the head, without the new request.
         tokens: Number of prompt tokens of all queued requests, the new request included.
-        predict: Function (count) -> predicted seconds until the first `count` requests of the queue have been admitted.
-        delay: Seconds by which the engine's present step is late. The delay lengthens `Retry-After`, but does not count
-            towards the predicted wait that `QueueLimits.seconds` limits.
+        predict: Function (count) -> predicted seconds from the end of the engine's last step until `count` requests
+            have ended, each of which makes room for another one.
+        elapsed: Seconds since the end of the engine's last step.
     """
 
     waiting: int
     prompts: Sequence[int]
     tokens: int
     predict: Callable[[int], float]
-    delay: float = 0.0
+    elapsed: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -101,25 +103,25 @@ class _Place:
 
     Attributes:
         key: Digest of the request. Identical requests have the same digest but separate places.
-        number: Position in the order of the line; places with lower numbers come first.
+        serial: Expected number of requests that the engine's queue gets, counted from the server's start, up to and
+            including this one: the order of the line.
         requests: Number of engine requests (choices) of the HTTP request.
         tokens: Number of prompt tokens of these requests together.
         due: Time at which the client is expected to retry, in seconds of the line's clock. A retry at this time or
             later is not refused in favour of other places.
         expires: Time at which the place is removed if the client has not retried.
         watched: Time of the earliest scheduled check of this place.
-        returned: True if the client has retried in time, until the next check of the place includes the retry in
-            `WaitingLine.returning`, the average share of clients that retry.
+        expected: True if the client is expected to retry, False if it is late.
     """
 
     key: bytes
-    number: int
+    serial: float
     requests: int
     tokens: int
     due: float = math.inf
     expires: float = math.inf
     watched: float = math.inf
-    returned: bool = False
+    expected: bool = False
 
 
 class WaitingLine:
@@ -139,8 +141,10 @@ class WaitingLine:
         self.returning, self.admitted, self.expired = 1.0, 0, 0
         self._limits, self._clock, self._counter = limits, clock, itertools.count()
         self._places: dict[bytes, list[_Place]] = {}
-        self._expected, self._late = set[_Place](), dict[_Place, None]()  # longest delay first; new requests pass these
+        self._expected = list[_Place]()  # by serial number
+        self._late = dict[_Place, None]()  # longest delay first; new requests pass these
         self._requests = self._tokens = 0  # of all expected places
+        self._queued = 0  # requests, since the start
         self._ends: list[tuple[float, int, _Place]] = []  # heap of times, the number of each entry, and its place
 
     @property
@@ -164,20 +168,22 @@ class WaitingLine:
         place = next((each for each in same if not ticket.first_attempt or now >= each.due - EARLY_SECONDS), None)
         due = place is not None and now >= place.due - EARLY_SECONDS
         count = max(1, requests)
-        reason, seconds = self._find_limit(queue, count, tokens, 0.0 if due else self._count_expected_before(place))
+        ahead = self._count_expected_before(place, count)
+        reason, seconds = self._find_limit(queue, count, tokens, 0.0 if due else ahead)
         if due and reason:  # the engine is slower than predicted: places before it come first
-            _, seconds = self._find_limit(queue, count, tokens, self._count_expected_before(place))
-        if place is not None and due and (reason or requests):
-            place.returned = True
+            _, seconds = self._find_limit(queue, count, tokens, ahead)
+        if due and (reason or requests):
+            self.returning += LEARNING * (1 - self.returning)
         if not reason:
+            self._queued += requests
             if place is not None and requests:
                 self._remove_place(place, admitted=True)
             return None
-        wait = max(MARGIN * max(seconds, queue.delay), SHORTEST_SECONDS)
+        wait = max(MARGIN * max(seconds, queue.elapsed) - queue.elapsed, SHORTEST_SECONDS)
         if place is None and ticket.key and self.outstanding >= MAX_PLACES and self._late:
             self._remove_place(next(iter(self._late)))
         if place is None and ticket.key and self.outstanding < MAX_PLACES:
-            place = _Place(ticket.key, next(self._counter), count, tokens)
+            place = _Place(ticket.key, self._queued + count + ahead, count, tokens)
             self._places.setdefault(ticket.key, []).append(place)
         if place is not None:
             place.due = now + wait if due else min(place.due, now + wait)
@@ -193,9 +199,10 @@ class WaitingLine:
 
     def _find_limit(self, queue: QueueForecast, requests: int, tokens: int, ahead: float) -> tuple[str, float]:
         """Find the limit in `QueueLimits` that the queue would exceed with a new HTTP request. Return (name of the
-        limit, predicted seconds until the request could be queued); ("", 0.0) if no limit would be exceeded. A request
-        with more tokens than the limit is queued if no other request waits. The limit on seconds concerns the wait of
-        the first of its engine requests: how long the others take is no reason to refuse it.
+        limit, predicted seconds from the end of the last step until the request could be queued); ("", 0.0) if no limit
+        would be exceeded. A request with more tokens than the limit is queued if no other request waits. The limit on
+        seconds concerns the wait of the first of its engine requests: how long the others take is no reason to refuse
+        it.
 
         queue: state of the queue with the new HTTP request. requests, tokens: its engine requests and prompt tokens.
         ahead: expected number of engine requests of clients in the waiting line that come before it."""
@@ -212,45 +219,51 @@ class WaitingLine:
             return reason, queue.predict(over)
         first = math.ceil(queue.waiting + ahead) - requests + 1
         seconds = queue.predict(first) - self._limits.seconds if first > 0 else 0.0
-        return ("seconds", seconds) if seconds > 0 else ("", 0.0)
+        return ("seconds", seconds) if seconds > queue.elapsed else ("", 0.0)
 
-    def _count_expected_before(self, place: _Place | None) -> float:
-        """Return the expected number of engine requests that clients in the waiting line will send again, counted over
-        the places before `place` (None: over all places).
+    def _count_expected_before(self, place: _Place | None, requests: int) -> float:
+        """Return the expected number of engine requests that clients in the waiting line will send again before a
+        client that asks for `requests` engine requests. place: its place; None: a new client, who comes last.
 
-        The result is the number n of engine requests of clients that are expected to retry, times the average share of
-        clients that do retry. The result is at least the smaller of n and 1 / `GUARD` of the limit on waiting requests,
-        because the average adapts slowly."""
-        before = (each.requests for each in self._expected if place is not None and each.number < place.number)
-        count = self._requests if place is None else sum(before)
-        return max(self.returning * count, min(count, self._limits.requests // GUARD))
+        Of n engine requests of clients that are expected to retry, those that will be sent are n times the average
+        share of clients that do retry, but at least the smaller of n and 1 / `GUARD` of the limit on waiting requests,
+        because the average adapts slowly. Only the first n count such that the client would take the room of the n-th:
+        if fewer clients return than were expected when places were given, there is room before the later places."""
+        places, count, ahead = self._expected, 0, 0.0
+        before = len(places) if place is None else bisect_left(places, place.serial, key=lambda each: each.serial)
+        while count != before:
+            count = before
+            sent = count * self._requests / len(places)
+            ahead = max(self.returning * sent, min(sent, self._limits.requests // GUARD))
+            before = bisect_left(places, self._queued + requests + ahead, hi=count, key=lambda each: each.serial)
+        return ahead if count else 0.0
 
     def _set_expected(self, place: _Place, expected: bool) -> None:
         """Mark the client of `place` as expected to retry (`expected` True) or not (False). A new request is refused if
         it would take room in the queue that an expected client needs."""
-        if (place in self._expected) is not expected:
-            sign = 1 if expected else -1
+        if place.expected is not expected:
+            place.expected, sign = expected, 1 if expected else -1
             self._requests += sign * place.requests
             self._tokens += sign * place.tokens
-            self._expected ^= {place}
+            if expected:
+                insort(self._expected, place, key=lambda each: each.serial)
+            else:
+                self._expected.remove(place)
 
     def _run_due_checks(self, now: float) -> None:
         """Run the checks of places that are scheduled up to the time `now`, in seconds of the line's clock.
 
-        A check updates `returning`, the average share of clients that retry in time. If the client is late, no room in
-        the queue is kept for it any longer. An expired place is removed."""
+        If the client is late, which lowers `returning`, the average share of clients that retry in time, no room in the
+        queue is kept for it any longer. An expired place is removed."""
         while self._ends and self._ends[0][0] <= now:
             when, _, place = heapq.heappop(self._ends)
-            if place.returned:
-                self.returning += LEARNING * (1 - self.returning)
-                place.returned = False
-            if place in self._expected and place.due + LATE_SECONDS <= now:
+            if place.expected and place.due + LATE_SECONDS <= now:
                 self.returning -= LEARNING * self.returning
                 self._set_expected(place, False)
                 self._late[place] = None
             if place in self._late and place.expires <= now:
                 self._remove_place(place)
-            elif when == place.watched and (place in self._expected or place in self._late):
+            elif when == place.watched and (place.expected or place in self._late):
                 place.watched = math.inf
                 self._schedule_check(place, place.expires if place in self._late else place.due + LATE_SECONDS)
 

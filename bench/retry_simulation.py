@@ -1,0 +1,261 @@
+"""Refused clients of a server in virtual time: the front (`Replicas`, its waiting line and step-time model) and the
+scheduler of each replica are the real ones, on steps of a + b * tokens + c * keys seconds with noise. As in the part
+`retries` of bench/serving_load.py, arrivals fall from ten to 0.8 times the capacity. Of the clients refused from then
+on, most return once after `Retry-After`, and one in `PROBING` asks again and again to measure the real wait.
+
+    python bench/retry_simulation.py [--cycles 10]    # writes bench/results/retry_simulation.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import random
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+from pydantic_core import from_json
+
+from meshwright.planner.serving.ledger import ServingSizes
+from meshwright.serving.rank_starter import LocalStarter, RankPlan
+from meshwright.serving.replica import Replica
+from meshwright.serving.replicas import Replicas, _RankMessage
+from meshwright.serving.request import Output, Request
+from meshwright.serving.sampling import Sampling, TokenResult
+from meshwright.serving.scheduler import Scheduler, StepBatch
+from meshwright.serving.waiting_line import QueueLimits, Ticket, WaitingLine
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import write_result
+
+STEP_SECONDS, TOKEN_SECONDS, KEY_SECONDS = 0.01, 3e-4, 2e-7
+"""Seconds of a step, of each of its tokens, and of each key that they attend to: about a model of 135M parameters on
+two cores."""
+NOISE = 0.1
+"""Standard deviation of the logarithm of a step's time."""
+PROBING = 4
+"""One of this many refused clients retries continuously."""
+QUEUE = 64
+"""Limit on waiting requests."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A setting. prompt, answer: tokens of each request. layout: such as "dp2" or "pp2". returning: share of the
+    clients refused in the overload that return once."""
+
+    prompt: int = 64
+    answer: int = 32
+    layout: str = "dp1"
+    returning: float = 0.0
+
+
+CASES = [
+    *itertools.starmap(Case, itertools.product((16, 128, 1000), (16, 128), ("dp1", "dp2", "pp2"))),
+    Case(),
+    Case(returning=1.0),
+]
+
+
+@dataclass
+class Found:
+    """Results about clients refused after the fall. capacity: answers per second. retried: for each client that
+    returned once, True if it was admitted then. waits: (promised, actual) seconds of each probing client."""
+
+    capacity: float = 0.0
+    retried: list[bool] = field(default_factory=list)
+    waits: list[tuple[float, float]] = field(default_factory=list)
+
+    def summarise(self) -> dict[str, Any]:
+        ratios = [promised / actual for promised, actual in self.waits]
+        return {
+            "capacity_requests_per_second": round(self.capacity, 2),
+            "clients_that_returned": len(self.retried),
+            "share_that_succeed_at_first_retry": round(statistics.fmean(self.retried), 3) if self.retried else None,
+            "clients_that_probed": len(self.waits),
+            "actual_seconds_median": round(statistics.median(each for _, each in self.waits), 3) if ratios else None,
+            "promised_over_actual_quartiles": [round(each, 2) for each in statistics.quantiles(ratios)]
+            if len(ratios) > 1
+            else None,
+        }
+
+
+class Rank:
+    """First rank of a replica: takes the front's messages at the start of a step, and reports the step at its end. It
+    also stands for the front's connection to it (`is_closing`, `write`)."""
+
+    def __init__(self, server: Server, replica: Replica, sizes: ServingSizes) -> None:
+        self._server, self._replica, self._stages = server, replica, replica.groups
+        self._scheduler = Scheduler(sizes, groups=self._stages)
+        self._inbox: list[dict[str, Any]] = []
+        self._batches: dict[int, StepBatch | None] = {}  # by slot, those in the pipeline
+        self._busy, self._slot = False, 0
+        replica.report = self._scheduler.stats
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, data: bytes) -> None:
+        self._inbox.append(from_json(data[4:])["add"])
+        if not self._busy:
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        for asked in self._inbox:
+            self._scheduler.add(self._server.make_request(asked["id"], asked["tokens"]))
+        self._inbox.clear()
+        self._busy = not self._scheduler.idle or any(self._batches.values())
+        if not self._busy:
+            return
+        batch = self._batches[self._slot] = self._scheduler.schedule(self._slot % self._stages)
+        sizes = [(len(each.tokens), each.keys) for each in self._batches.values() if each is not None]
+        longest = max((tokens * TOKEN_SECONDS + keys * KEY_SECONDS for tokens, keys in sizes), default=0.0)
+        seconds = (STEP_SECONDS + longest) / self._stages * self._server.draw.lognormvariate(0, NOISE)
+        figures = {} if batch is None else {"tokens": len(batch.tokens), "context": batch.keys}
+        self._server.at(seconds, lambda: self._end_step(figures | {"seconds": seconds}))
+
+    def _end_step(self, figures: dict[str, Any]) -> None:
+        batch = self._batches.pop(self._slot - self._stages + 1, None)
+        self._slot += 1
+        outputs: list[Output] = []
+        if batch is not None:
+            outputs = self._scheduler.record_results(batch, [TokenResult(1)] * len(batch.output_rows))
+        report = figures | self._scheduler.stats
+        self._server.front._take_step(self._replica, _RankMessage(outputs=outputs, step=report))
+        self._begin_step()
+
+
+class Server:
+    """A server in virtual time, and its clients."""
+
+    def __init__(self, case: Case, seed: int = 0) -> None:
+        self.case, self.draw, self.now, self.fell = case, random.Random(seed), 0.0, 0.0
+        sizes = ServingSizes(max_length=4096, blocks=64 * 80)
+        limits = QueueLimits(QUEUE)
+        self.front = Replicas(RankPlan("", case.layout, sizes), LocalStarter(), limits=limits)
+        self.front._line, self.front._state = WaitingLine(limits, lambda: self.now), "ready"
+        for replica in self.front._replicas:
+            replica.peers[0], replica.ready = cast("Any", Rank(self, replica, sizes)), True
+            self.front.hellos[replica.index, 0] = {"block_tables": 1}
+        self.room = sizes.max_sequences * len(self.front._replicas) + QUEUE
+        self.found = Found()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order, self._refused = itertools.count(), 0
+
+    def at(self, seconds: float, event: Callable[[], None]) -> None:
+        """Let `event` happen in `seconds`."""
+        heapq.heappush(self._events, (self.now + seconds, next(self._order), event))
+
+    def run(self, seconds: float) -> None:
+        """Let time pass."""
+        ends = self.now + seconds
+        with mock.patch("time.monotonic", lambda: self.now):
+            while self._events and self._events[0][0] <= ends:
+                self.now, _, event = heapq.heappop(self._events)
+                event()
+        self.now = ends
+
+    def drain(self) -> None:
+        """Let time pass until all clients are gone."""
+        while self._events:
+            self.run(1.0)
+
+    def make_request(self, name: str, tokens: list[int]) -> Request:
+        return Request(name, tuple(tokens), Sampling(max_tokens=self.case.answer))
+
+    def draw_request(self) -> Request:
+        tokens = [self.draw.randrange(1, 30_000) for _ in range(self.case.prompt)]
+        return self.make_request(str(next(self._order)), tokens)
+
+    def ask(self, request: Request, ended: Callable[[], None] = lambda: None) -> float | None:
+        """Ask as the HTTP server does, before and after the body has been parsed. Return `Retry-After` if refused."""
+        ticket = Ticket(request.id.encode(), 4 * len(request.tokens))
+        refusal = self.front.admit((), ticket) or self.front.admit([request], ticket)
+        if refusal is not None:
+            return refusal.retry_after_seconds
+        self.front.submit(request, lambda output: ended() if cast("Output", output).finish_reason else None)
+        return None
+
+    def measure_capacity(self, answers: int) -> float:
+        """Answers per second of a closed loop that keeps all sequences and a part of the queue busy, in the second half
+        of so many answers."""
+        times: list[float] = []
+
+        def start() -> None:
+            self.at(0.0, lambda: self.ask(self.draw_request(), end) and None)
+
+        def end() -> None:
+            times.append(self.now)
+            if len(times) < answers:
+                start()
+
+        for _ in range(self.room - 3 * QUEUE // 4):
+            start()
+        self.drain()
+        half = answers // 2
+        self.found.capacity = (answers - half) / (times[answers - 1] - times[half - 1])
+        return self.found.capacity
+
+    def arrive(self, rate: float, count: float, returning: float) -> None:
+        """Poisson arrivals at `rate` per second, about `count` of them. returning: share of refused clients that come
+        back."""
+        when = self.draw.expovariate(rate)
+        while when < count / rate:
+            self.at(when, lambda: self._come(self.draw.random() < returning))
+            when += self.draw.expovariate(rate)
+        self.run(count / rate)
+
+    def _come(self, returning: bool) -> None:
+        request = self.draw_request()
+        wait, refused = self.ask(request), self.now
+        if wait is None or not returning:
+            return
+        self._refused += 1
+        if self._refused % PROBING == 0:
+            self.at(max(0.005, wait / 20), lambda: self._probe(request, wait, refused))
+        else:
+            self.at(wait + 0.003 * self.draw.random(), lambda: self._retry(request, refused))
+
+    def _retry(self, request: Request, refused: float) -> None:
+        admitted = self.ask(request) is None
+        if refused >= self.fell:
+            self.found.retried.append(admitted)
+
+    def _probe(self, request: Request, promised: float, refused: float) -> None:
+        if self.ask(request) is not None:
+            self.at(max(0.005, promised / 20), lambda: self._probe(request, promised, refused))
+        elif refused >= self.fell:
+            self.found.waits.append((promised, self.now - refused))
+
+
+def simulate(case: Case, cycles: int, load: float = 0.8, seed: int = 0) -> Found:
+    """Simulate cycles of ten times the capacity, then `load` times it."""
+    server = Server(case, seed)
+    capacity = server.measure_capacity(4 * server.room)
+    for _ in range(cycles):
+        server.arrive(10 * capacity, (10 if case.returning else 30) * server.room, case.returning)
+        server.fell = server.now
+        server.arrive(load * capacity, server.room + QUEUE, returning=1.0)
+        server.drain()
+    return server.found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cycles", type=int, default=10)
+    options = parser.parse_args()
+    rows = []
+    for case in CASES:
+        rows.append({**asdict(case), **simulate(case, options.cycles).summarise()})
+        print(*rows[-1].values(), flush=True)
+    write_result("retry_simulation", {"cycles": options.cycles, "cases": rows}, quiet=True)
+
+
+if __name__ == "__main__":
+    main()
