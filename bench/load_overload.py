@@ -209,7 +209,7 @@ async def retries(server: Server, client: Client, options: argparse.Namespace) -
     ):
         arrivals = Arrivals(client, seed=10 + cycles, refused=len(retried) + len(waits))
         cycles += 1
-        await arrivals.run(10 * rate, 15)
+        await arrivals.run(10 * rate, max(15, 3 * QUEUE / rate))  # several waits: that clients stay away is learnt
         await arrivals.run(0.8 * rate, max(10, 3 * QUEUE / rate), retry=True)  # refusals come while the queue is full
         await arrivals.finish()
         retried += arrivals.retried

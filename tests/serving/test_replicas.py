@@ -213,7 +213,7 @@ def test_long_steps_do_not_count_as_lost_ranks_for_ever(tmp_path: Path):
 
 
 def test_limit_of_a_step_follows_its_predicted_time():
-    replica = Replica(0, max_sequences=8)
+    replica = Replica(0)
     replica.streams = {"r": Stream(make_request("r", *range(40), tokens=5), print)}
     assert replica.compute_step_limit(60.0, 512) == 60.0
     replica.hangs = 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import pytest
 
@@ -115,12 +116,12 @@ def test_prompts_beyond_the_budget_of_a_step_delay_no_end_of_decoding_sequences(
     )
 
 
-def replica_with_queue(prompt: int, running: int = 4) -> Replica:
-    """A replica of known speed that runs `running` sequences and queues three prompts."""
-    replica, numbers = Replica(0, running), random.Random(0)
+def replica_with_queue(prompt: int, running: int = 4, queued: int = 3) -> Replica:
+    """A replica of known speed that runs `running` sequences and queues `queued` prompts."""
+    replica, numbers = Replica(0), random.Random(0)
     for tokens, keys in steps(numbers, 200):
         replica.step_times.observe(seconds_of(tokens, keys), tokens, keys)
-    for number in range(running + 3):
+    for number in range(running + queued):
         request = Request(str(number), (1,) * (10 if number < running else prompt), Sampling(max_tokens=40))
         stream = Stream(request, lambda output: None)
         stream.tokens = [1] * (5 * number + 1) if number < running else []
@@ -140,6 +141,47 @@ def test_predicted_ends_are_those_of_unfinished_requests_and_reused_for_a_while(
     assert replica.predict_ends() == ends
     now += PREDICTION_SECONDS
     assert len(replica.predict_ends()) == 6
+    replica.streams.clear()
+    assert replica.predict_ends() == []
+
+
+def test_only_the_first_ends_of_a_long_queue_are_predicted(monkeypatch: pytest.MonkeyPatch):
+    """Those are the same as without the limit, whose prediction takes longer."""
+    found = []
+    for limit in (10, 10_000):
+        monkeypatch.setattr("meshwright.serving.replica.MAX_PREDICTED", limit)
+        found.append(replica_with_queue(100, queued=200).predict_ends()[:20])
+    assert (len(found[0]), len(found[1])) == (10, 20)
+    assert [each - found[0][0] for each in found[0]] == pytest.approx([each - found[1][0] for each in found[1][:10]])
+
+
+def test_predictions_take_a_fiftieth_of_the_time(monkeypatch: pytest.MonkeyPatch):
+    """A prediction takes a second, and the front asks for one every tenth of a second."""
+    replica, now = replica_with_queue(100), 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    predict = replica.step_times.predict_ends
+    predicted = []
+
+    def predict_slowly(*arguments: Any) -> list[float]:
+        nonlocal now
+        now += 1.0
+        predicted.append(now)
+        return predict(*arguments)
+
+    monkeypatch.setattr(replica.step_times, "predict_ends", predict_slowly)
+    for _ in range(900):
+        now += 0.1
+        replica.predict_ends()
+    assert len(predicted) == 2
+
+
+def test_ends_that_have_passed_are_not_predicted_again(monkeypatch: pytest.MonkeyPatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    replica = replica_with_queue(100)
+    ends = list(replica.predict_ends())
+    replica.last_message = (ends[1] + ends[2]) / 2
+    assert replica.predict_ends() == ends[2:]
 
 
 def test_predicted_ends_depend_on_prompts_of_the_queue():
@@ -152,7 +194,7 @@ def test_sequences_that_wait_for_a_common_prefix_leave_the_free_places_open(monk
     """Five equal prompts on a slow server of eight places. The first prompt takes several steps, and the others wait
     for its KV blocks, not for its end."""
     monkeypatch.setattr(time, "monotonic", lambda: 100.0)
-    scheduler, replica = Scheduler(ServingSizes(16, 8, 500, blocks=300)), Replica(0, 8)
+    scheduler, replica = Scheduler(ServingSizes(16, 8, 500, blocks=300)), Replica(0)
     for number in range(5):
         request = Request(str(number), (7,) * 100, Sampling(max_tokens=400))
         scheduler.add(request)

@@ -166,6 +166,15 @@ def test_clients_that_never_retry_lose_their_places_and_delay_nobody(line: Waiti
     assert (line.outstanding, line.expired) == (0, 200)
 
 
+def test_returns_and_absences_are_learnt_at_the_same_delay(line: WaitingLine, clock: Clock):
+    """A client counts as one that returns when it would count as late: else the share would be too high at first."""
+    assert [ask(line, key, waiting=9) for key in (b"a", b"b")] == pytest.approx([1.2, 2.4])
+    line.returning, clock.now = 0.5, 1.2
+    assert ask(line, b"a", waiting=8) is None and line.returning == 0.5
+    clock.now = 1.2 + waiting_line.LATE_SECONDS
+    assert line.outstanding == 1 and line.returning > 0.5
+
+
 def test_identical_requests_of_counting_clients_have_separate_places(line: WaitingLine, clock: Clock):
     assert [ask(line, b"same", first=True) for _ in range(3)] == pytest.approx([1.2, 2.4, 3.6])
     assert ask(line, b"same") == 1.2 and line.outstanding == 3  # perhaps any of them

@@ -347,8 +347,7 @@ def load(
     prepare_process()  # before torch is loaded
     refuse_device_of_layout(device, layout)
     name = parse_dtype(None if dtype is None else str(dtype).removeprefix("torch."))
-    device = choose_single_device(device)
-    directory = find_checkpoint(path, log)
+    device, directory = choose_single_device(device), find_checkpoint(path, log)
     config = config_from_path(directory)
     reading = serving_layout("" if layout is None else str(layout), config)
     from meshwright.comm.mesh import Mesh

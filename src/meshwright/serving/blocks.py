@@ -59,9 +59,8 @@ class BlockPool:
 
     def __init__(self, size: int) -> None:
         """Create a pool of `size` KV blocks, all free."""
-        self.size = size
+        self.size, self.releases = size, 0
         self.owned: Counter[tuple[int, int]] = Counter()
-        self.releases = 0
         self._free = list(range(size - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._holders: list[list[int]] = [[] for _ in range(size)]

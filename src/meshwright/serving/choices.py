@@ -151,8 +151,7 @@ class Choice:
         self._prompts, self._stop = prompts, stop
         detokenizer = IncrementalDetokenizer(prompts.tokenizer, request.tokens)
         self._answer = AnswerText(detokenizer, stop.strings, request.sampling.min_tokens)
-        self._unsent_echo = echo
-        self._echoed = len(echo or "")
+        self._unsent_echo, self._echoed = echo, len(echo or "")
 
     def push(self, output: Output) -> Piece:
         """Append an engine output to the choice, and return the piece of text and tokens that is new. Tokens after a

@@ -58,8 +58,7 @@ class Prompts:
         self._special = find_special_tokens(tokenizer, named)
         self._encoder = make_text_encoder(tokenizer, self._special)
         self._longest_token = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
-        self.token_bytes = TokenBytes(tokenizer)
-        self._chat = _load_chat(directory)
+        self.token_bytes, self._chat = TokenBytes(tokenizer), _load_chat(directory)
         self.chat_template = self._chat.template.source if self._chat else None
         turn_end = self._chat.find_turn_end() if self._chat else None
         self.chat_ends = self.ends if turn_end is None else self.ends | {turn_end}

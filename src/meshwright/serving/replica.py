@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from bisect import bisect_left
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from itertools import cycle, islice
@@ -18,8 +19,10 @@ from meshwright.spec.block_tables import BLOCK_TOKENS
 
 COUNTERS = ("pauses", "prefix_queries", "prefix_hits", "kernel_seconds")
 """Figures of a step's report that are totals since the start of the replica's ranks."""
-PREDICTION_SECONDS = 0.02
-"""Age up to which a prediction of the queue is reused: for a long queue it takes milliseconds."""
+PREDICTION_SECONDS, PREDICTION_SHARE = 0.02, 0.02
+"""Age up to which a prediction of ends is reused; if longer, the age at which predictions take this share of time."""
+MAX_PREDICTED = 256
+"""Number of ends that are predicted one by one; the time of more is proportional to their number."""
 
 TIMES_PREDICTED = 10.0
 """Multiple of its predicted time up to which a step does not count as hanging."""
@@ -67,7 +70,6 @@ class Replica:
 
     Attributes:
         index: Number of the replica, from 0.
-        max_sequences: Maximum number of sequences that it runs at a time.
         groups: Number of pipeline groups of its sequences; a step computes one of them.
         streams: {request ID: stream} of its unfinished requests.
         peers: {rank: connection} of its ranks.
@@ -89,9 +91,9 @@ class Replica:
         lost: Future that gets the reason when the replica is lost; None before its first start.
     """
 
-    def __init__(self, index: int, max_sequences: int, groups: int = 1) -> None:
+    def __init__(self, index: int, groups: int = 1) -> None:
         """Create a replica whose ranks have not been started; arguments: the attributes of the same names."""
-        self.index, self.max_sequences, self.groups, self.starts, self.hangs = index, max_sequences, groups, 0, 0
+        self.index, self.groups, self.starts, self.hangs = index, groups, 0, 0
         self.totals: defaultdict[str, float] = defaultdict(float)
         self.step_times, self.answer_lengths, self.lost_since = StepTimes(), AnswerLengthRatio(), math.inf
         self._reset_start()
@@ -105,8 +107,8 @@ class Replica:
         self.report: dict[str, Any] = {}
         self.lost: asyncio.Future[str] | None = None
         self.ready, self.has_served, self.ready_since = False, False, math.inf
-        self.last_message = 0.0
-        self._predicted, self._ends = -math.inf, list[float]()  # time of the last prediction, and its result
+        self.last_message, self._valid = 0.0, -math.inf  # end of the time in which a prediction is reused
+        self._ends = list[float]()  # the prediction
 
     def mark_lost(self, reason: str) -> None:
         """Mark the replica as lost, so that its ranks are ended and restarted. reason: one line for the log."""
@@ -160,15 +162,20 @@ class Replica:
 
     def predict_ends(self) -> list[float]:
         """Return the predicted times, in seconds of `time.monotonic`, at which requests end, ascending: as many as
-        there are unfinished requests. The queue is assumed to continue with requests like the unfinished ones."""
-        now = time.monotonic()
-        if now - self._predicted > PREDICTION_SECONDS and self.streams:
+        there are unfinished requests, at most `MAX_PREDICTED`. The queue is assumed to continue with requests like the
+        unfinished ones."""
+        now, places = time.monotonic(), self.report["places"]
+        # Those that have passed leave those of the requests that go on.
+        self._ends = self._ends[bisect_left(self._ends, self.last_message) :] if self.streams else []
+        if self.streams and (now > self._valid or not self._ends):
             streams = sorted(self.streams.values(), key=lambda each: not each.tokens)  # those that run come first
+            streams = streams[: places + MAX_PREDICTED]  # later ones begin after the last end that is predicted
             works = [self._estimate_work(each, len(each.tokens)) for each in streams]
-            works += islice(cycle([self._estimate_work(each, 0) for each in streams]), self.report["places"])
-            ends = self.step_times.predict_ends(works, self.report["places"], self.report["prompt_tokens"], self.groups)
-            self._ends = [self.last_message + each for each in ends[: len(streams)]]  # the state is the last step's
-            self._predicted = now
+            works += islice(cycle([self._estimate_work(each, 0) for each in streams]), places)
+            ends = self.step_times.predict_ends(works, places, self.report["prompt_tokens"], self.groups)
+            # The state is the last step's.
+            self._ends = [self.last_message + each for each in ends[: min(len(streams), MAX_PREDICTED)]]
+            self._valid = now + max(PREDICTION_SECONDS, (time.monotonic() - now) / PREDICTION_SHARE)
         return self._ends
 
     def compute_step_limit(self, seconds: float, budget: int) -> float:

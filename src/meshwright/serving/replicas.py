@@ -77,7 +77,7 @@ class Replicas:
         self.failure: MeshwrightError | None = None
         self._starter, self._limits, self._log = starter, limits or QueueLimits(), log
         self._line = WaitingLine(self._limits)
-        self._replicas = [Replica(index, plan.sizes.max_sequences, layout.pp) for index in range(layout.dp)]
+        self._replicas = [Replica(index, layout.pp) for index in range(layout.dp)]
         self._streams: dict[str, Stream] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._server: asyncio.Server | None = None
@@ -128,11 +128,13 @@ class Replicas:
         prompts = [len(stream.request.tokens) for stream in self._streams.values() if not stream.tokens]
 
         now = time.monotonic()
-        began = max((replica.last_message for replica in ready), default=now)
+        began = max((replica.last_message for replica in ready if replica.streams), default=now)
+        ends: list[float] = []  # sorted when they are needed
 
         def predict(count: int) -> float:
             """Return the predicted seconds until `count` requests have ended; 1 if none runs on a ready replica."""
-            ends = sorted(end for replica in ready for end in replica.predict_ends()) or [now + 1.0]
+            if not ends:
+                ends.extend(sorted(end for replica in ready for end in replica.predict_ends()) or [now + 1.0])
             return (ends[min(count, len(ends)) - 1] - began) * max(1.0, count / len(ends))
 
         queue = QueueForecast(waiting, prompts, sum(prompts) + max(1, asked), predict, now - began)
@@ -323,9 +325,7 @@ class Replicas:
 
     def _make_ready(self, replica: Replica, report: dict[str, Any]) -> None:
         """Mark `replica` as ready, and send it the requests that waited. report: figures of its idle engine."""
-        replica.ready = True
-        replica.ready_since = time.monotonic()
-        replica.report = report
+        replica.ready, replica.ready_since, replica.report = True, time.monotonic(), report
         if replica.starts:
             self._log(f"replica {replica.index} is ready again, {replica.ready_since - replica.lost_since:.2f} s later")
         for stream in self._streams.values():
@@ -370,8 +370,7 @@ class Replicas:
 
     def _send_message(self, replica: Replica, message: Message) -> None:
         """Send a message to a replica's first rank, which forwards it to the other ranks."""
-        writer = replica.peers.get(0)
-        if writer is not None and not writer.is_closing():
+        if (writer := replica.peers.get(0)) is not None and not writer.is_closing():
             writer.write(messages.encode(message))
 
     def _remove_request(self, stream: Stream) -> None:

@@ -92,8 +92,7 @@ class Scheduler:
         self._requests: dict[str, Sequence] = {}  # unfinished
         self._queue: list[Sequence] = []  # waiting for admission: by priority, then in order of arrival
         self._admitted: list[Sequence] = []  # oldest first
-        self._ages = 0
-        self._answers = AnswerLengthRatio()
+        self._ages, self._answers = 0, AnswerLengthRatio()
         self._state: AdmissionState | None = None  # of this step
         self._refused: tuple[Sequence, int] | None = None  # head of the queue, and `pool.releases` at that time
         self._blocked: tuple[Sequence | None, int] = None, 0  # head of the queue without KV blocks, sequences admitted

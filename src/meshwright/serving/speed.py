@@ -63,9 +63,8 @@ class StepTimes:
         self._typical_error = max(self._typical_error, 0.01)
         new = (1.0, tokens, keys, tokens * tokens, tokens * keys, keys * keys)
         self._products = [FORGETTING * old + weight * each for old, each in zip(self._products, new, strict=True)]
-        self._targets = [
-            FORGETTING * old + weight * each * seconds for old, each in zip(self._targets, new, strict=False)
-        ]
+        pairs = zip(self._targets, new, strict=False)
+        self._targets = [FORGETTING * old + weight * each * seconds for old, each in pairs]
         (ones, ab, ac, bb, bc, cc), (target_a, target_b, target_c) = self._products, self._targets
         a, b, c = self.coefficients
         for _ in range(SWEEPS):  # unrolled, because it runs after every step

@@ -13,7 +13,7 @@ import heapq
 import itertools
 import math
 import time
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -103,25 +103,27 @@ class _Place:
 
     Attributes:
         key: Digest of the request. Identical requests have the same digest but separate places.
-        serial: Expected number of requests that the engine's queue gets, counted from the server's start, up to and
-            including this one: the order of the line.
         requests: Number of engine requests (choices) of the HTTP request.
         tokens: Number of prompt tokens of these requests together.
+        room: Time at which the queue is predicted to have room for the request: the order of the line.
         due: Time at which the client is expected to retry, in seconds of the line's clock. A retry at this time or
             later is not refused in favour of other places.
         expires: Time at which the place is removed if the client has not retried.
         watched: Time of the earliest scheduled check of this place.
         expected: True if the client is expected to retry, False if it is late.
+        returned: True if the client has retried in time, until the next check of the place includes the retry in
+            `WaitingLine.returning`: at the same delay as absent clients, or their share would be underestimated.
     """
 
     key: bytes
-    serial: float
     requests: int
     tokens: int
+    room: float = math.inf
     due: float = math.inf
     expires: float = math.inf
     watched: float = math.inf
     expected: bool = False
+    returned: bool = False
 
 
 class WaitingLine:
@@ -141,10 +143,9 @@ class WaitingLine:
         self.returning, self.admitted, self.expired = 1.0, 0, 0
         self._limits, self._clock, self._counter = limits, clock, itertools.count()
         self._places: dict[bytes, list[_Place]] = {}
-        self._expected = list[_Place]()  # by serial number
+        self._expected = list[_Place]()  # by `room`
         self._late = dict[_Place, None]()  # longest delay first; new requests pass these
         self._requests = self._tokens = 0  # of all expected places
-        self._queued = 0  # requests, since the start
         self._ends: list[tuple[float, int, _Place]] = []  # heap of times, the number of each entry, and its place
 
     @property
@@ -168,31 +169,30 @@ class WaitingLine:
         place = next((each for each in same if not ticket.first_attempt or now >= each.due - EARLY_SECONDS), None)
         due = place is not None and now >= place.due - EARLY_SECONDS
         count = max(1, requests)
-        ahead = self._count_expected_before(place, count)
-        reason, seconds = self._find_limit(queue, count, tokens, 0.0 if due else ahead)
-        if due and reason:  # the engine is slower than predicted: places before it come first
-            _, seconds = self._find_limit(queue, count, tokens, ahead)
-        if due and (reason or requests):
-            self.returning += LEARNING * (1 - self.returning)
-        if not reason:
-            self._queued += requests
-            if place is not None and requests:
+        reason, seconds = self._find_limit(queue, count, tokens, 0.0) if due else ("", 0.0)
+        if reason or not due:  # if due, the engine is slower than predicted: places before it come first
+            reason, seconds = self._find_room(queue, count, tokens, math.inf if place is None else place.room)
+        if place is not None and (reason or requests):
+            place.returned |= due
+            if not reason:
                 self._remove_place(place, admitted=True)
+        if not reason:
             return None
         wait = max(MARGIN * max(seconds, queue.elapsed) - queue.elapsed, SHORTEST_SECONDS)
         if place is None and ticket.key and self.outstanding >= MAX_PLACES and self._late:
             self._remove_place(next(iter(self._late)))
         if place is None and ticket.key and self.outstanding < MAX_PLACES:
-            place = _Place(ticket.key, self._queued + count + ahead, count, tokens)
+            place = _Place(ticket.key, count, tokens)
             self._places.setdefault(ticket.key, []).append(place)
         if place is not None:
+            self._set_expected(place, False)
+            place.room = min(place.room, now - queue.elapsed + seconds)
             place.due = now + wait if due else min(place.due, now + wait)
             wait = max(place.due - now, SHORTEST_SECONDS)
             self._schedule_check(place, place.due + LATE_SECONDS)
             place.expires = place.due + max(GRACE_SECONDS, GRACE_SHARE * wait)
             self._late.pop(place, None)
             if requests:  # known only now: a place is created before its request is parsed
-                self._set_expected(place, False)
                 place.requests, place.tokens = requests, tokens
             self._set_expected(place, True)
         return Refusal(reason, min(wait, LONGEST_SECONDS))
@@ -221,22 +221,23 @@ class WaitingLine:
         seconds = queue.predict(first) - self._limits.seconds if first > 0 else 0.0
         return ("seconds", seconds) if seconds > queue.elapsed else ("", 0.0)
 
-    def _count_expected_before(self, place: _Place | None, requests: int) -> float:
-        """Return the expected number of engine requests that clients in the waiting line will send again before a
-        client that asks for `requests` engine requests. place: its place; None: a new client, who comes last.
+    def _find_room(self, queue: QueueForecast, requests: int, tokens: int, room: float) -> tuple[str, float]:
+        """Return the result of `_find_limit` behind the clients in the waiting line who come before this one. room: the
+        attribute of its place; infinity without one.
 
-        Of n engine requests of clients that are expected to retry, those that will be sent are n times the average
-        share of clients that do retry, but at least the smaller of n and 1 / `GUARD` of the limit on waiting requests,
-        because the average adapts slowly. Only the first n count such that the client would take the room of the n-th:
-        if fewer clients return than were expected when places were given, there is room before the later places."""
-        places, count, ahead = self._expected, 0, 0.0
-        before = len(places) if place is None else bisect_left(places, place.serial, key=lambda each: each.serial)
-        while count != before:
+        Those come before it who need room before there is room behind them: a later place is kept, but holds no room
+        that will be free again by then. Of n engine requests of clients that are expected to retry, those that will be
+        sent are n times the average share of clients that do retry, but at least the smaller of n and 1 / `GUARD` of
+        the limit on waiting requests, because the average adapts slowly."""
+        places, began, found = self._expected, self._clock() - queue.elapsed + EARLY_SECONDS, ("", 0.0)
+        before, count = bisect_left(places, room, key=lambda each: each.room), -1
+        while before != count:
             count = before
-            sent = count * self._requests / len(places)
+            sent = count * self._requests / max(1, len(places))
             ahead = max(self.returning * sent, min(sent, self._limits.requests // GUARD))
-            before = bisect_left(places, self._queued + requests + ahead, hi=count, key=lambda each: each.serial)
-        return ahead if count else 0.0
+            found = self._find_limit(queue, requests, tokens, ahead)
+            before = bisect_right(places, began + found[1], hi=count, key=lambda each: each.room)
+        return found
 
     def _set_expected(self, place: _Place, expected: bool) -> None:
         """Mark the client of `place` as expected to retry (`expected` True) or not (False). A new request is refused if
@@ -246,17 +247,20 @@ class WaitingLine:
             self._requests += sign * place.requests
             self._tokens += sign * place.tokens
             if expected:
-                insort(self._expected, place, key=lambda each: each.serial)
+                insort(self._expected, place, key=lambda each: each.room)
             else:
                 self._expected.remove(place)
 
     def _run_due_checks(self, now: float) -> None:
         """Run the checks of places that are scheduled up to the time `now`, in seconds of the line's clock.
 
-        If the client is late, which lowers `returning`, the average share of clients that retry in time, no room in the
-        queue is kept for it any longer. An expired place is removed."""
+        A check updates `returning`, the average share of clients that retry in time. If the client is late, no room in
+        the queue is kept for it any longer. An expired place is removed."""
         while self._ends and self._ends[0][0] <= now:
             when, _, place = heapq.heappop(self._ends)
+            if place.returned:
+                self.returning += LEARNING * (1 - self.returning)
+                place.returned = False
             if place.expected and place.due + LATE_SECONDS <= now:
                 self.returning -= LEARNING * self.returning
                 self._set_expected(place, False)
