@@ -339,7 +339,7 @@ def test_products_that_overlap_with_collectives_on_streams_equal_blocking_step(t
         assert chunks and together == len(chunks) * (parts - 1) // parts  # those of one product
 
 
-ADAPTED = replace(preset("qwen3-0.6b"), adapter=AdapterConfig("lora", 3, 6.0, ("all-linear",)))
+ADAPTED = replace(preset("qwen3-0.6b"), adapter=AdapterConfig("lora", 3, 6.0, random_b=True))
 UNGATED = preset("dots1-tiny")
 """Model whose shared expert has no gate."""
 
@@ -347,8 +347,8 @@ UNGATED = preset("dots1-tiny")
 @pytest.mark.parametrize(
     ("text", "config"),
     [
-        *(("tp3", ADAPTED), ("dp2 tp2 ep2", UNGATED)),
-        *exhaustive(("tp3:nosp", ADAPTED), ("tp2 ac:full", ADAPTED), ("tp2 ac:selective", ADAPTED)),
+        *(("tp2 ac:full", ADAPTED), ("tp2 ep2", UNGATED)),
+        *exhaustive(("tp3", ADAPTED), ("tp3:nosp", ADAPTED), ("tp2 ac:selective", ADAPTED), ("dp2 tp2 ep2", UNGATED)),
         *exhaustive(("dp2 tp2:nosp ep2 ac:selective", UNGATED), ("tp2 ep2 ac:full", UNGATED)),
     ],
 )

@@ -17,7 +17,7 @@ from meshwright.adapters.dropout import Dropout
 from meshwright.comm.custom_operator import custom_operator
 from meshwright.model.axis_operations import Overlap
 from meshwright.model.layers import Linear, ParallelLinear
-from meshwright.model.weight_gradients import multiply_overlapped
+from meshwright.model.weight_gradients import SaveOperands, multiply_overlapped
 from meshwright.quantization.packing import QuantizedMatmul
 
 
@@ -77,8 +77,21 @@ class LowRank(nn.Module):
         if not self._is_fused(layer):
             return self(x, layer.base_product(x), layer)  # type: ignore[no-any-return]
         keys_BC = self.dropout.tokens.keys_BC if self.dropout is not None and self.dropout.active else None
-        fixed = self, layer.packed, overlap
+        low = saved = None
+        if overlap is not None and layer.ends_recompute:
+            with torch.no_grad():
+                low = self.project(x, keys_BC)
+            saved = SaveOperands.apply(x, layer.weight, self.a, self.b, low, keys_BC).grad_fn  # type: ignore[no-untyped-call]
+        fixed = self, layer.packed, overlap, saved, low
         return _AdaptedProduct.apply(x, layer.weight, self.a, self.b, keys_BC, fixed)  # type: ignore[no-untyped-call, no-any-return]
+
+    def project(self, x: torch.Tensor, keys_BC: torch.Tensor | None) -> torch.Tensor:
+        """Return x Aᵀ, [..., M x R], for the input `x` of the layer, [..., X], after dropout.
+
+        keys_BC: random-number key of each token, for C tokens of each of B sequences; None: nothing is dropped."""
+        if keys_BC is not None and self.dropout is not None:
+            x = self.dropout.apply(x, self.dropout.mask(keys_BC))
+        return F.linear(x, self.a)
 
     def can_overlap(self, layer: ParallelLinear, column: bool) -> bool:
         """Return True if the products of `layer` and of its adapter overlap together with the collective calls of the
@@ -142,22 +155,23 @@ class _AdaptedProduct(torch.autograd.Function):
         a: torch.Tensor,
         b: torch.Tensor,
         keys_BC: torch.Tensor | None,
-        layer: tuple[LowRank, QuantizedMatmul | None, Overlap | None],
+        layer: tuple[LowRank, QuantizedMatmul | None, Overlap | None, Any, torch.Tensor | None],
     ) -> torch.Tensor:
         """Return x (W + s B A)ᵀ, [..., Y], for the input `x` of the layer, [..., X].
 
         weight: W, or its quantized bytes. a, b: stacked matrices A and B. keys_BC: random-number key of each token, for
         C tokens of each of B sequences, from which the dropout mask is derived; None: nothing is dropped. layer: (the
         adapter, function that dequantizes W and multiplies (None: W is not quantized), overlap of the products with
-        their collective calls). context: autograd context."""
-        adapter, packed, overlap = layer
-        dropout, y = adapter.dropout, None
-        context.adapter, context.packed, context.overlap = layer
+        their collective calls, context of `SaveOperands` that has what backward reads (None: it is saved here), x Aᵀ
+        (None: it is computed here)). context: autograd context."""
+        adapter, packed, overlap, saved, low = layer
+        y = None
+        context.adapter, context.packed, context.overlap, context.operands = layer[:4]
         matrix = weight if packed is None else packed.unpack(weight, x.dtype)
         if overlap is not None and overlap.forward == "gather":
             x, y = multiply_overlapped(x, matrix.T, overlap, overlap.forward, overlap.site)
-        low = F.linear(x if keys_BC is None or dropout is None else dropout.apply(x, dropout.mask(keys_BC)), a)
-        context.save_for_backward(x, weight, a, b, low, keys_BC)
+        low = adapter.project(x, keys_BC) if low is None else low
+        context.save_for_backward(*((x, weight, a, b, low, keys_BC) if saved is None else ()))
         if overlap is not None and y is None:  # one sum over ranks of the products of layer and adapter
             of_adapter = low, b.T * adapter.scale
             return multiply_overlapped(x, matrix.T, overlap, overlap.forward, overlap.site, of_adapter)[1]
@@ -171,7 +185,8 @@ class _AdaptedProduct(torch.autograd.Function):
         """Return the gradients of x, a and b, given the output gradient `dy`; None for the other inputs. context:
         autograd context.
         """
-        x, weight, a, b, low, keys_BC = context.saved_tensors
+        x, weight, a, b, low, keys_BC = (context.operands or context).saved_tensors
+        context.operands = None  # frees them
         adapter, packed, overlap, dx, shape = context.adapter, context.packed, context.overlap, None, x.shape
         site = "" if overlap is None else f"{overlap.site}.backward"
         call, needs_x = "" if overlap is None else overlap.backward, context.needs_input_grad[0]

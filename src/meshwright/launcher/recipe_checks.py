@@ -114,13 +114,17 @@ def check_cuda_graphs(recipe: Recipe, config: ModelConfig) -> None:
     config: architecture of the recipe's model."""
     layout = recipe.parsed_layout
     problem = None
-    sizes = config.hidden, config.expert_intermediate, config.adapter.rank if config.adapter else 0
-    kind = "a softcap" if config.attention_softcap else "chunks" if config.window_chunks else None
-    kind = kind or ("sinks in 32 bits" if config.attention_sinks and layout.precision not in ("bf16", "fp16") else None)
+    sizes = [config.hidden, config.expert_intermediate]
+    if config.adapter and any(entry.expert is not None for entry in parameter_table(config).trained.entries):
+        sizes.append(config.adapter.rank)
+    scores = "a softcap" if config.attention_softcap else ""  # of which the host makes every mask
+    fits_flash = layout.precision in ("bf16", "fp16") and config.head_dim % 8 == 0 and config.head_dim <= 256
+    if config.attention_sinks and not fits_flash:
+        scores = "sinks, in types and head sizes that flash attention lacks,"
+    kind = scores or ("chunks" if config.window_chunks else "")
     made_by_host = (
         f"a replay of a CUDA graph makes no copies of the host's masks, which attention with {kind} needs for"
     )
-    made_by_host = made_by_host if kind else ""
     if layout.world_size > layout.dp:
         problem = "a CUDA graph has no calls to other ranks, which layers under tp, cp and pp make; use dp alone"
     elif layout.zero > 1:
@@ -134,9 +138,9 @@ def check_cuda_graphs(recipe: Recipe, config: ModelConfig) -> None:
             "the host reads how many tokens each expert gets, unless layers have sizes that are multiples of 8 and are "
             "in bf16; write bf16 in the layout"
         )
-    elif made_by_host and recipe.data.document_mask:
+    elif scores and recipe.data.document_mask:
         problem = f"{made_by_host} packed documents; set data.document_mask=false"
-    elif made_by_host and (config.sliding_window or recipe.data.sequence) < recipe.data.sequence:
+    elif kind and (config.sliding_window or recipe.data.sequence) < recipe.data.sequence:
         problem = (
             f"{made_by_host} sliding windows; set data.sequence={config.sliding_window}, where no token is beyond the "
             "window"

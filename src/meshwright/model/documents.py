@@ -109,7 +109,7 @@ class Documents:
 
         host_BS = chunks(self.on_host().starts_BS, torch.device("cpu"))
         cut_BS = host_BS if device.type == "cpu" else chunks(self.starts_BS, device)
-        return replace(self, starts_BS=cut_BS, host_starts_BS=host_BS)
+        return replace(self, starts_BS=cut_BS, host_starts_BS=host_BS, bounds=())
 
     def first_visible_BS(self, sequence: int, window: int | None, device: torch.device) -> Tensor | None:
         """Return, for each token, the index in the sequence of the first token that it may attend to, [B or 1, S]; None

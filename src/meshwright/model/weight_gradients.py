@@ -167,11 +167,11 @@ def linear(
     if taps is not None and queued and torch.compiler.is_compiling():
         return _Linear.apply(x, weight, bias, None, overlap, None, *taps)
     ends_recompute = ends_recompute and not torch.compiler.is_compiling()
-    saved = _apply_uncompiled(_SaveOperands, x, weight).grad_fn if ends_recompute else None
+    saved = _apply_uncompiled(SaveOperands, x, weight).grad_fn if ends_recompute else None
     return (_apply_uncompiled if queued else _apply_function)(_Linear, x, weight, bias, queue, overlap, saved)
 
 
-class _SaveOperands(torch.autograd.Function):
+class SaveOperands(torch.autograd.Function):
     """Autograd function that saves the operands of a linear layer before its product is computed: a recomputation by
     activation checkpointing ends with the last tensor that backward needs, and so without a block's last product."""
 
@@ -196,7 +196,7 @@ class _Linear(torch.autograd.Function):
         overlap: Overlap | None, saved: Any, *taps: Tensor,
     ) -> Tensor:  # fmt: skip
         """Return x Wᵀ + b, [..., Y], for x [..., X], W (`weight_YX`) and b [Y] (`bias`; None: 0). `queue`: receives dy
-        and x in backward. `overlap`: see `linear`. `saved`: context of `_SaveOperands` that has x and W; None: they are
+        and x in backward. `overlap`: see `linear`. `saved`: context of `SaveOperands` that has x and W; None: they are
         saved here. `taps`: none, or those of dy [..., Y] and x [..., X], which are not read."""
         if overlap is None or not overlap.forward:
             y = F.linear(x, weight_YX, bias)

@@ -16,11 +16,15 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from meshwright.errors import UserError
 from meshwright.model import varlen_attention
 from meshwright.model.documents import Documents, MicroBatch, move
 from meshwright.monitoring.clock import IN_GRAPH
 from meshwright.parallel.stage_compute import Divisor
 from meshwright.parallel.step import ForwardBackward
+from meshwright.recipe import Recipe
+from meshwright.spec.chunks import pad_document_count
+from meshwright.spec.config import ModelConfig
 from meshwright.training.batch_prefetch import list_tensors
 
 CAPTURING_DEVICES = ("cuda",)
@@ -29,6 +33,13 @@ CAPTURING_DEVICES = ("cuda",)
 UNCAPTURED_STEPS = 2
 """Steps before the capture: they compile kernels, fill tables of positions and make cuBLAS's handles, none of which a
 capture can."""
+
+MULTIPROCESSORS = 256
+"""More than a GPU has (H100: 132, B200: 148)."""
+
+GROUPED_CAPABILITIES = (9, 10)
+"""Major compute capabilities for which PyTorch's grouped product of bf16 does not read on the host how many tokens each
+expert gets (aten/src/ATen/native/cuda/GroupedBlas.cpp)."""
 
 RunPasses = Callable[[Sequence[MicroBatch], Divisor], torch.Tensor]
 """Function (micro-batches, divisor of the loss) -> float64 [1 + metrics]: `Task.forward_backward`."""
@@ -50,10 +61,15 @@ class _CapturedStep(NamedTuple):
 
 class FixedDocuments:
     """Document boundaries of packed micro-batches whose shapes, and what the host reads of them, stay the same as long
-    as no micro-batch has more documents than those before it, padded (`spec.chunks.pad_document_count`)."""
+    as no micro-batch has more documents than those before it, padded (`spec.chunks.pad_document_count`).
 
-    def __init__(self) -> None:
-        self._ends = 0  # documents to which boundaries are padded, and 1 for the first boundary
+    heads: query heads; if given, gradients have the same bits however many documents are padded, as a resumed run
+    begins with fewer. (A deterministic backward of flash attention adds up in an order that depends on documents x
+    heads, while these are fewer than the multiprocessors: flash_attn/flash_api.cpp, `nsplits`.)"""
+
+    def __init__(self, heads: int | None = None) -> None:
+        least = 0 if heads is None else pad_document_count(-(-MULTIPROCESSORS // heads))
+        self._ends = least + 1  # documents to which boundaries are padded, and 1 for the first boundary
 
     def fix(self, documents: Documents, tokens_BS: torch.Tensor) -> Documents:
         """Return `documents` with boundaries `bounds` of fixed shape, also if each sequence is one document. tokens_BS:
@@ -140,3 +156,22 @@ class GraphedForwardBackward:
         of the number of loss terms."""
         value = divisor() if callable(divisor) else divisor
         return torch.as_tensor(value, device=self._passes.engine.mesh.device)
+
+
+def graph_passes(
+    run: RunPasses, passes: ForwardBackward, recipe: Recipe, config: ModelConfig
+) -> tuple[GraphedForwardBackward, FixedDocuments | None]:
+    """Return the function that replays the passes of a run of `recipe` as a CUDA graph, and what fixes the boundaries
+    of its packed documents (None: it packs none). Raises `UserError` for experts on a GPU whose grouped product no
+    graph can capture.
+
+    run, passes: see `GraphedForwardBackward`. config: architecture of the recipe's model."""
+    device = passes.engine.mesh.device
+    major, minor = torch.cuda.get_device_capability(device) if config.experts and device.type == "cuda" else (0, 0)
+    if major not in (0, *GROUPED_CAPABILITIES):
+        raise UserError(
+            f"{recipe.where('train.cuda_graphs')}: train.cuda_graphs: a graph with experts needs a GPU of compute "
+            f"capability 9 or 10 (Hopper, Blackwell), and this one has {major}.{minor}; set train.cuda_graphs=false"
+        )
+    heads = config.heads if recipe.train.deterministic else None
+    return GraphedForwardBackward(run, passes), FixedDocuments(heads) if recipe.data.document_mask else None

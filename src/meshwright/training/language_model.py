@@ -41,7 +41,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.parameters import parameter_table
 from meshwright.training.batch_prefetch import BatchPrefetcher
-from meshwright.training.cuda_graphs import CAPTURING_DEVICES, FixedDocuments, GraphedForwardBackward, RunPasses
+from meshwright.training.cuda_graphs import CAPTURING_DEVICES, FixedDocuments, RunPasses, graph_passes
 from meshwright.training.distillation import Distillation
 from meshwright.training.distillation_loss import make_distillation
 from meshwright.training.objective import NextToken, Objective
@@ -108,8 +108,7 @@ class LanguageModelTask:
         self._run_passes: RunPasses = self._launch_passes
         self._fixed_documents: FixedDocuments | None = None
         if recipe.train.cuda_graphs and mesh.device.type in CAPTURING_DEVICES:
-            self._run_passes = GraphedForwardBackward(self._launch_passes, self.passes)
-            self._fixed_documents = FixedDocuments() if recipe.data.document_mask else None
+            self._run_passes, self._fixed_documents = graph_passes(self._launch_passes, self.passes, recipe, config)
 
     # --- a step
 

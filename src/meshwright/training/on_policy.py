@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.model.axis_operations import Units
-from meshwright.model.documents import Documents, MicroBatch
+from meshwright.model.documents import Documents, MicroBatch, move
 from meshwright.model.loss import IGNORED
 from meshwright.model.precision import at_least_float32
 from meshwright.model.transformer import Transformer
@@ -87,8 +87,8 @@ class Sampler:
         step: index of the step; rows: indices of the sequences in the training split. The random draws are seeded by
         `step` and `rows`. Collective."""
         (count, length), device = micro_batch.tokens_BS.shape, self._mesh.device
-        uniform_BS = np.stack([np.random.default_rng([self._seed, step, _TOKENS, row]).random(length) for row in rows])
-        uniform = torch.from_numpy(uniform_BS).to(device)
+        uniform = np.stack([np.random.default_rng([self._seed, step, _TOKENS, row]).random(length) for row in rows])
+        uniform_BS = move(torch.from_numpy(uniform), device)
         # A prompt that fills its sequence is not continued: its last position has no target either.
         counts = [len(prompt) if len(prompt) < length else length + 1 for prompt in prompts]
         text_BL = torch.zeros(count, length + 1, dtype=torch.int64, device=device)
@@ -110,7 +110,7 @@ class Sampler:
             inside_B = places_B < length
             places_B = places_B.clamp(max=length - 1)
             sums_BV = torch.softmax(self._next_logits(hidden_BH).double() / self._temperature, dim=1).cumsum(dim=1)
-            wanted_B1 = (uniform[every, places_B] * sums_BV[:, -1])[:, None]
+            wanted_B1 = (uniform_BS[every, places_B] * sums_BV[:, -1])[:, None]
             drawn_B = torch.searchsorted(sums_BV, wanted_B1, right=True)[:, 0].clamp(max=sums_BV.shape[1] - 1)
             sampled_B = inside_B & ~ended_B
             text_BL[every, places_B + 1] = torch.where(sampled_B, drawn_B, text_BL[every, places_B + 1])

@@ -183,10 +183,14 @@ PIPELINES = [
 WIDE = dataclasses.replace(SMALL_HEAD, layers=2, hidden=512, heads=8, kv_heads=4, head_dim=16, intermediate=64)
 WIDE_MLP = dataclasses.replace(WIDE, intermediate=4096)
 ADAPTED_MLP = dataclasses.replace(WIDE_MLP, adapter=AdapterConfig("lora", 4, 6.0, ("all-linear",)))
+PACKED_MLP = dataclasses.replace(
+    WIDE_MLP, kv_heads=8, head_dim=64, adapter=AdapterConfig("lora", 4, 6.0, ("all-linear",), packed="nf4")
+)
 OVERLAPPED = [
     Step(WIDE, "tp4 ac:full", 32, 64, overlap=True), Step(WIDE_MLP, "tp4 ac:selective", 16, 64, overlap=True),
     Step(WIDE, "tp4 ac:full", 1, 512, overlap=True),
     *(Step(ADAPTED_MLP, layout, 16, 64, overlap=True) for layout in ("tp4", "tp4 ac:full")),
+    *(Step(PACKED_MLP, layout, 16, 64, overlap=True) for layout in ("tp4", "tp4 ac:full")),
     *(Step(WIDE_MLP, f"tp4:nosp {recompute}", 16, 64, overlap=True) for recompute in ("ac:selective", "ac:full")),
 ]  # fmt: skip
 """The peak is in a product whose chunks are sent, or beside recomputed tokens that have not been gathered."""
