@@ -6,7 +6,7 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,7 +93,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker(marker)]
     if hasattr(config, "workerinput"):  # one of several workers, which get whole files in this order
         places = {REPOSITORY / "tests" / name: place for place, name in enumerate(LONGEST_FILES)}
-        items.sort(key=lambda item: places.get(item.path, len(places)))
+        items.sort(key=lambda item: (places.get(item.path, len(places)), item.path))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Let each of several workers begin to collect elsewhere: in a new checkout, one of them compiles a module and the
+    others read its bytecode."""
+    report = yield
+    if hasattr(collector.config, "workerinput") and isinstance(collector, pytest.Directory) and report.passed:
+        worker = collector.config.workerinput
+        begin = len(report.result) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+        report.result = report.result[begin:] + report.result[:begin]
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,6 @@ import gzip
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -149,21 +147,14 @@ def test_help_explains_stop_and_resume(command_line):
     assert "torchrun --nproc-per-node 2 -m meshwright train" in text and "--restarts" in text
 
 
-def start(recipe: Path, *arguments: str, **options) -> subprocess.CompletedProcess:
-    """Run the command in a separate process, in the recipe's directory."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "meshwright", "train", str(recipe), *arguments],
-        cwd=recipe.parent, env=environment, capture_output=True, text=True, timeout=200, **options,
-    )  # fmt: skip
-
-
 def test_train_prints_one_document_and_progress_on_standard_error(recipe, tmp_path, command_line, monkeypatch):
     arguments = ("layout=dp2 zero1 fp32", "run.directory=new/parent/run")
-    ended = start(recipe, *arguments, "--json")
-    assert ended.returncode == 0, ended.stderr
-    answer = json.loads(ended.stdout)
-    assert ended.stdout.count("\n") == 1 and answer["schema"] == 1
+    command = ("-m", "meshwright", "train", str(recipe), *arguments, "--json")
+    ended = ForkedCommand(command, tmp_path)
+    output, errors = ended.communicate(timeout=200)
+    assert ended.returncode == 0, errors
+    answer = json.loads(output)
+    assert output.count("\n") == 1 and answer["schema"] == 1
     assert {"step", "loss", "tokens_per_second", "mfu", "predicted", "measured", "checkpoint"} <= answer.keys()
     assert (answer["step"], answer["checkpoint"]) == (4, "new/parent/run/checkpoints/step-000004")
     assert answer["tokens_per_second"] > 0 and 0 < answer["mfu"] < 1 and 4 < answer["loss"] < 7
@@ -171,7 +162,7 @@ def test_train_prints_one_document_and_progress_on_standard_error(recipe, tmp_pa
     assert answer["measured"]["sent_bytes_per_step"] == answer["predicted"]["sent_bytes_per_step"]
     directory = tmp_path / "new/parent/run"
     for said in ("layout: dp2 zero1 fp32 on 2 cpu processes x 1 thread\n", "step 4/4  loss "):
-        assert ended.stderr.count(said) == 1
+        assert errors.count(said) == 1
     assert json.loads((directory / "result.json").read_text()) == {k: v for k, v in answer.items() if k != "schema"}
     assert "[train]\nsteps = 4\n" in (directory / "recipe.resolved.toml").read_text()
     assert len(json.loads((directory / "ranks.json").read_text())) == 2

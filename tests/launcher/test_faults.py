@@ -21,9 +21,10 @@ import pytest
 from meshwright.checkpoint import find_newest, verify_checkpoint
 from meshwright.comm.local import LocalRanks
 from tests.forked_commands import ForkedCommand
+from tests.rank_processes import read_ranks
 from tests.training import training_cases as cases
 
-STEPS = 180  # long enough that a second command waits a second for the directory and a test acts while it runs
+STEPS = 60  # long enough that a test acts while it runs, twice
 
 
 def recipe(place: Path) -> str:
@@ -78,7 +79,12 @@ def test_run_stopped_by_signal_resumes_bit_for_bit(two, tmp_path, command_line):
 
     running = begin(place)
     wait_until(lambda: last_step(place) >= 3, running)
+    ranks = read_ranks(place / "run").values()
+    for process in ranks:  # a second command waits a second for the directory, in which they would take most steps
+        os.kill(process, signal.SIGSTOP)
     second = command_line("train", place / "recipe.toml")  # while the first one runs
+    for process in ranks:
+        os.kill(process, signal.SIGCONT)
     assert second.code == 2 and second.output == ""
     assert (
         f"{place}/run is in use by process {running.pid} on {socket.gethostname()} since 20"

@@ -32,7 +32,7 @@ tokenizer = "bytes"
 sequence = 32
 cache = "../cache"
 [train]
-steps = 30
+steps = 20
 batch = 4
 learning_rate = 1e-3
 [checkpoint]
@@ -68,7 +68,7 @@ def undisturbed(place) -> Path:
     running = begin(place / "undisturbed", "--json")
     output, errors = running.communicate(timeout=200)
     assert running.returncode == 0, errors
-    assert json.loads(output)["step"] == 30
+    assert json.loads(output)["step"] == 20
     return place / "undisturbed"
 
 
@@ -122,8 +122,8 @@ def test_run_killed_in_step_and_save_resumes_bitwise(place, undisturbed):
     assert running.returncode == 0, errors
     assert "restarting (1 of 1)" in errors and errors.count("resumed from step-0000") >= 1
 
-    expected = digests(undisturbed / "run/checkpoints/step-000030")
-    assert digests(directory / "run/checkpoints/step-000030") == expected and len(expected) > 8
+    expected = digests(undisturbed / "run/checkpoints/step-000020")
+    assert digests(directory / "run/checkpoints/step-000020") == expected and len(expected) > 8
 
 
 def test_damaged_checkpoint_is_skipped_with_one_line(undisturbed, tmp_path):
@@ -131,12 +131,12 @@ def test_damaged_checkpoint_is_skipped_with_one_line(undisturbed, tmp_path):
     shutil.copytree(undisturbed, directory)
     for shared in ("corpus.txt", "cache"):
         (directory.parent / shared).symlink_to(undisturbed.parent / shared)
-    file = directory / "run/checkpoints/step-000030/training/rank-00001-of-00002.safetensors"
+    file = directory / "run/checkpoints/step-000020/training/rank-00001-of-00002.safetensors"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    running = begin(directory, "train.steps=31", "layout=dp1 fp32")
+    running = begin(directory, "train.steps=21", "layout=dp1 fp32")
     _, errors = running.communicate(timeout=200)
     assert running.returncode == 0, errors
-    assert "step-000030 is damaged and skipped: training/rank-00001-of-00002.safetensors was altered" in errors
-    assert "resumed from step-000029" in errors
+    assert "step-000020 is damaged and skipped: training/rank-00001-of-00002.safetensors was altered" in errors
+    assert "resumed from step-000019" in errors

@@ -586,6 +586,8 @@ if __name__ == "__main__":
             waits,
         )
 
+    import torch._dynamo  # which the first step would import: not here, it would not be frozen
+
     gc.freeze()  # modules, which each collection would look through
     for given in json.load(sys.stdin):
         print(json.dumps(step(CudaStep(**given))._asdict()), flush=True)

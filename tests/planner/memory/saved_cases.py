@@ -111,7 +111,7 @@ BOUNDARIES = "starts_BS", "indices_C", "host_starts_BS"  # tensors of `Documents
 
 
 def watch(case: Case) -> Watched:
-    """Record the second forward of a stage; the first allocates persistent tensors (rotary tables)."""
+    """Record a forward of a stage. Rotary tables, which it computes and keeps for all later ones, are left out."""
     layout, dtype, device = Layout.parse(case.layout), getattr(torch, case.dtype), case.device
     mesh, table = Mesh.create(layout, device), parameter_table(case.config)
     mesh.communicator.product_overlap = case.overlap
@@ -175,7 +175,8 @@ def watch(case: Case) -> Watched:
             compute.run(Kind.FORWARD, (case.stage, 0, 0), x)
         return compute, storages, packed, counted
 
-    forward()
+    if case.config.adapter is not None and case.config.adapter.packed:
+        forward()  # tables of the packed format stay in the process
     compute, storages, packed, counted = forward()
     time.sleep(0.02 if mesh.world_size > 1 else 0)  # gloo's threads release sent tensors a little later
     alive = storages.alive()
@@ -196,7 +197,7 @@ def watch(case: Case) -> Watched:
     )
     mesh.close()
     return Watched(
-        [each for micro_batch, each in alive.items() if micro_batch not in own],
+        [each for micro_batch, each in alive.items() if micro_batch not in own | stayed],
         [each for micro_batch, each in seen.items() if micro_batch not in own | given | stayed],
         predicted,
     )
