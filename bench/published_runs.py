@@ -2,11 +2,11 @@
 
 `bench/data/published_runs.csv` has the columns of the table that `bench/plan_accuracy.py` takes, and two more: the
 engine whose kernels are priced, and whether its blocks were compiled. `bench/data/unseen_runs.csv` has two more: the
-part of its sources, "development", "test", "fresh", "fresh-2" or "fresh-3", to which they were assigned before any of
-their runs was priced (the last three were recorded one after the other; all but "fresh-3" give bounds), and devices per
-node where they are not 8. `flash_attention` is "yes", "no", or a kernel such as "flash-1" where the authors name it.
-Engines of "test" and "fresh-2" were once those that names suggest; since their errors were studied, they are those that
-authors describe.
+part of its sources, "development", "test", "fresh", "fresh-2", "fresh-3", "fresh-4" or "test-2", to which they were
+assigned before any of their runs was priced (the fresh ones were recorded one after the other; all but the last three
+give bounds), and devices per node where they are not 8. `flash_attention` is "yes", "no", or a kernel such as "flash-1"
+where the authors name it. Engines of "test" and "fresh-2" were once those that names suggest; since their errors were
+studied, they are those that authors describe.
 """
 
 from __future__ import annotations
@@ -72,11 +72,16 @@ ARCHITECTURES = {
     "InternLM": {"family": "llama", "activation": "silu", "qkv_bias": True, "output_bias": True},
     "ChatGLM3": {"family": "qwen2", "activation": "silu"},
     "Qwen-7B": {"family": "qwen2", "activation": "silu"},
+    "OLMoE": {"family": "mixtral", "activation": "silu", "experts": 64, "experts_per_token": 8},
     "OLMo": {"family": "olmo2", "activation": "silu"},
     "AuroraGPT": {"family": "llama", "activation": "silu"},
     "KempnerForge": {"family": "llama", "activation": "silu"},
     "BLOOM": {"family": "bloom", "activation": "gelu_tanh", "tied": True},
     "GPT-NeoX": {"family": "gpt2", "activation": "gelu_tanh"},
+    "xai-grok": {"family": "mixtral", "activation": "gelu", "tied": True, "experts": 8, "experts_per_token": 2},
+    "VocabGPT": {"family": "gpt2", "activation": "gelu_tanh"},
+    "OELLM-32B": {"family": "qwen3", "activation": "silu", "head_dim": 128},
+    "Gipfelsturm": {"family": "llama", "activation": "silu"},
     "": {"family": "gpt2", "activation": "gelu_tanh", "tied": True},
 }
 
