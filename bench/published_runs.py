@@ -3,10 +3,11 @@
 `bench/data/published_runs.csv` has the columns of the table that `bench/plan_accuracy.py` takes, and two more: the
 engine whose kernels are priced, and whether its blocks were compiled. `bench/data/unseen_runs.csv` has two more: the
 part of its sources, "development", "test", "fresh", "fresh-2", "fresh-3", "fresh-4" or "test-2", to which they were
-assigned before any of their runs was priced (the fresh ones were recorded one after the other; all but the last three
-give bounds), and devices per node where they are not 8. `flash_attention` is "yes", "no", or a kernel such as "flash-1"
-where the authors name it. Engines of "test" and "fresh-2" were once those that names suggest; since their errors were
-studied, they are those that authors describe.
+assigned before any of their runs was priced (the fresh parts were recorded one after the other; all but "test-2" give
+bounds), and devices per node where they are not 8. A source in no part, "inferred", has a network that is known only
+from its own step times, so that these are evidence of nothing. `flash_attention` is "yes", "no", or a kernel such as
+"flash-1" where the authors name it. Engines of "test" and "fresh-2" were once those that names suggest; since their
+errors were studied, they are those that authors describe. Those of "test-2" are what its authors say in the notes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ DEVICES = {
     "H100-80GB": "h100-sxm",
     "H100-96GB-500W": "h100-96",
     "H800-80GB": "h800",
-    "GH200-96GB": "gh200",
+    "GH200-96GB": "gh200-quad",
     "H200-141GB": "h200",
     "B200": "b200",
     "B300": "b300",
@@ -180,7 +181,7 @@ def cluster_of(row: dict[str, str]) -> Cluster:
     """With the links that the table says, in nodes of 8, of as many devices as the table says, or racks."""
     device, gpus = DEVICES[row["gpu_type"]], int(row["gpus"])
     table: dict[str, object] = {"device": device, "devices": gpus, "devices_per_node": int(row.get("per_node") or 8)}
-    if device == "gh200":
+    if device == "gh200-quad":
         table["devices_per_node"] = 4
     if device.startswith("gb"):
         table["devices_per_node"] = min(gpus, RACK)
