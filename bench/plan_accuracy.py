@@ -8,7 +8,7 @@ constants are fitted to, `planner/cost/rates.toml` says; `HELD_BACK` are sources
 four were chosen with them in sight (sum of attention's times, its flash-2 rates, overlap tax across, ramp of pairs).
 Of each source, the share of runs whose memory is predicted to fit is counted: all of them ran.
 The bounds of a source are tested by those that the runs of all other projects give (`held_out`), also by kind of run.
-`--bounds` first writes the planner's bounds from all runs but those of the part "fresh-3" of `unseen_runs.csv`, which
+`--bounds` first writes the planner's bounds from all runs but those of the part "test-2" of `unseen_runs.csv`, which
 decides nothing. Peaks of memory that the tables have are compared with what the planner says
 the allocator holds.
 """

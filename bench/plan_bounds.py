@@ -1,6 +1,6 @@
 """Bounds of predicted step times from published runs, for `src/meshwright/planner/cost/bounds.toml`: how errors grow
-with the difficulty of a step, every project with the same weight, scaled so that bounds hold runs of projects to which
-they were not fitted (cross-conformal prediction).
+with the difficulty of a step, every project's dense models and mixtures with the same weight, scaled so that bounds
+hold runs of projects to which they were not fitted (cross-conformal prediction).
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ Pair = tuple[Run, StepTime]
 BOUNDS = Path(__file__).parents[1] / "src" / "meshwright" / "planner" / "cost" / "bounds.toml"
 COVERED = 0.9
 """Share of a new project's runs that the bounds hold, if it is like the others."""
-KNOWN = ("development", "test", "fresh", "fresh-2")
+KNOWN = ("development", "test", "fresh", "fresh-2", "fresh-3", "fresh-4")
 """Parts of unseen_runs.csv that give bounds; few rates were fitted to them."""
-APART = "fresh-3"
+APART = "test-2"
 """Part of unseen_runs.csv that decides nothing."""
 HELD_BACK = ("MaxText", "PaxML", "Kubernetes", "Llama 3", "NVIDIA/NeMo docs")
 """How the names of sources begin that no constant of the planner was fitted to, beside those of unseen_runs.csv."""
-WIDEN = 0.75
+WIDEN = 0.8
 """Addition to the logarithm of a bound for each doubling beyond the runs of a kind, as a fraction of an easy step's: a
 choice, as too few projects have runs that far from the others'."""
-LEAST_PROJECTS, LEAST_RUNS = 3, 15
+LEAST_PROJECTS = 3
+"""Projects from whose runs an architecture is known."""
+LEAST_OF_A_KIND, LEAST_RUNS = 6, 15
+"""Projects and runs of a kind: fewer say little of how far known ground reaches, and their limits would be near."""
 RIDGE = 0.02
 """Penalty on coefficients, which keeps what few projects show small. It was chosen, as the properties that
 `StepProperties.measure_difficulty` lists, by the coverage and width of bounds that only other projects gave."""
@@ -105,6 +108,7 @@ class Errors:
         self.asked = [request(one, step) for one, step in pairs]
         self.logarithms = np.array([math.log(one.seconds / step.seconds) for one, step in pairs])
         self.projects = np.array([project(one) for one, _ in pairs])
+        self.weighed = np.array([f"{project(one)}, {bool(one.config.experts)}" for one, _ in pairs])
         self._properties: dict[tuple[str, ...], np.ndarray] = {}
 
     def fit(self, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -115,8 +119,8 @@ class Errors:
             values = (each.measure_difficulty(known).values() for each in self.asked)
             self._properties[known] = np.array([list(each) for each in values])
         properties = self._properties[known]
-        runs_of = Counter(self.projects[chosen])
-        weights = np.array([1 / runs_of[whose] / len(runs_of) for whose in self.projects[chosen]])
+        runs_of = Counter(self.weighed[chosen])
+        weights = np.array([1 / runs_of[which] / len(runs_of) for which in self.weighed[chosen]])
         errors = self.logarithms[chosen]
         below, above = (fit_quantile(properties[chosen], sign * errors, weights) for sign in (-1, 1))
         return below, above, properties
@@ -198,7 +202,7 @@ def kinds(pairs: Iterable[Pair]) -> Iterator[dict[str, Any]]:
             alike[tuple(getattr(each, name) for name in fields)].append((whose, each))
         for values, members in sorted(alike.items()):
             projects = len({whose for whose, _ in members})
-            if len(fields) > 1 and (projects < LEAST_PROJECTS or len(members) < LEAST_RUNS):
+            if len(fields) > 1 and (projects < LEAST_OF_A_KIND or len(members) < LEAST_RUNS):
                 continue
             limits = {
                 name: sign * max(sign * getattr(each, name) for _, each in members) for name, sign in LIMITS.items()

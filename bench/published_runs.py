@@ -2,11 +2,12 @@
 
 `bench/data/published_runs.csv` has the columns of the table that `bench/plan_accuracy.py` takes, and two more: the
 engine whose kernels are priced, and whether its blocks were compiled. `bench/data/unseen_runs.csv` has two more: the
-part of its sources, "development", "test", "fresh", "fresh-2" or "fresh-3", to which they were assigned before any of
-their runs was priced (the last three were recorded one after the other; all but "fresh-3" give bounds), and devices per
-node where they are not 8. `flash_attention` is "yes", "no", or a kernel such as "flash-1" where the authors name it.
-Engines of "test" and "fresh-2" were once those that names suggest; since their errors were studied, they are those that
-authors describe.
+part of its sources, "development", "test", "fresh", "fresh-2", "fresh-3", "fresh-4" or "test-2", to which they were
+assigned before any of their runs was priced (the fresh parts were recorded one after the other; all but "test-2" give
+bounds), and devices per node where they are not 8. A source in no part, "inferred", has a network that is known only
+from its own step times, so that these are evidence of nothing. `flash_attention` is "yes", "no", or a kernel such as
+"flash-1" where the authors name it. Engines of "test" and "fresh-2" were once those that names suggest; since their
+errors were studied, they are those that authors describe. Those of "test-2" are what its authors say in the notes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ DEVICES = {
     "H100-80GB": "h100-sxm",
     "H100-96GB-500W": "h100-96",
     "H800-80GB": "h800",
-    "GH200-96GB": "gh200",
+    "GH200-96GB": "gh200-quad",
     "H200-141GB": "h200",
     "B200": "b200",
     "B300": "b300",
@@ -72,11 +73,16 @@ ARCHITECTURES = {
     "InternLM": {"family": "llama", "activation": "silu", "qkv_bias": True, "output_bias": True},
     "ChatGLM3": {"family": "qwen2", "activation": "silu"},
     "Qwen-7B": {"family": "qwen2", "activation": "silu"},
+    "OLMoE": {"family": "mixtral", "activation": "silu", "experts": 64, "experts_per_token": 8},
     "OLMo": {"family": "olmo2", "activation": "silu"},
     "AuroraGPT": {"family": "llama", "activation": "silu"},
     "KempnerForge": {"family": "llama", "activation": "silu"},
     "BLOOM": {"family": "bloom", "activation": "gelu_tanh", "tied": True},
     "GPT-NeoX": {"family": "gpt2", "activation": "gelu_tanh"},
+    "xai-grok": {"family": "mixtral", "activation": "gelu", "tied": True, "experts": 8, "experts_per_token": 2},
+    "VocabGPT": {"family": "gpt2", "activation": "gelu_tanh"},
+    "OELLM-32B": {"family": "qwen3", "activation": "silu", "head_dim": 128},
+    "Gipfelsturm": {"family": "llama", "activation": "silu"},
     "": {"family": "gpt2", "activation": "gelu_tanh", "tied": True},
 }
 
@@ -175,7 +181,7 @@ def cluster_of(row: dict[str, str]) -> Cluster:
     """With the links that the table says, in nodes of 8, of as many devices as the table says, or racks."""
     device, gpus = DEVICES[row["gpu_type"]], int(row["gpus"])
     table: dict[str, object] = {"device": device, "devices": gpus, "devices_per_node": int(row.get("per_node") or 8)}
-    if device == "gh200":
+    if device == "gh200-quad":
         table["devices_per_node"] = 4
     if device.startswith("gb"):
         table["devices_per_node"] = min(gpus, RACK)

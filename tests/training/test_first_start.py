@@ -125,7 +125,7 @@ def test_measurement_on_a_busy_machine_is_reported_and_repeated(asked, tmp_path:
         assert ("the next start on an idle machine measures again" in lines[1]) is (share is not None)
         found = find_hardware_profile(2, 1)
         assert found is not None and found.measured is not None and found.measured.disturbed == share
-        step = StepProperties(False, "CPU", False, "meshwright", 2, 64, 1, 1.0, 64)
+        step = StepProperties(False, "CPU", False, "meshwright", False, 2, 64, 1, 1.0, 64)
         seconds, low, high, _ = bound_seconds(found, step)
         assert low < seconds == 1.0 < high
         highs.append(high)

@@ -33,6 +33,7 @@ ENTRIES: dict[str, dict[str, Any]] = CATALOGUE["devices"]
         ("NVIDIA H20", "h20"),
         ("NVIDIA H200", "h200"),
         ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA GH200 120GB", "gh200-quad"),
         ("NVIDIA B200", "b200"),
         ("NVIDIA GB200", "gb200"),
         ("NVIDIA B300 SXM6 AC", "b300"),

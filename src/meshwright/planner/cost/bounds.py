@@ -2,8 +2,9 @@
 runs.
 
 The logarithms of both factors are sums: each property that makes a step difficult to predict adds to them. These are a
-mixture of experts, devices of an architecture with few published runs, and the distance from the runs of the step's
-kind: dense or mixture of experts, device architecture, fp8 or wider. `bounds.toml` has how much each adds,
+mixture of experts, devices of an architecture with few published runs, an engine that users' own programs drive, few
+tokens of a micro-batch on a rank, and the distance from the runs of the step's kind: dense or mixture of experts,
+device architecture, fp8 or wider. `bounds.toml` has how much each adds,
 fitted to the errors of published runs by quantile regression, and scaled by one factor so that the bounds which other
 projects give hold 90 % of a project's runs (conformalised quantile regression: Romano et al. 2019, arXiv:1905.03222,
 with scores of left-out projects: Vovk 2015, "Cross-conformal predictors"). `bench/plan_accuracy.py` writes the file,
@@ -35,8 +36,10 @@ _OUTSIDE = {
     "tokens": "has as few as {} tokens of a micro-batch on a rank (fewest: {})",
 }
 WIDEST = 4.0
-"""Largest upper factor of bounds, and 1 / smallest lower one. Of 827 published runs one differs more from its
-prediction; bounds as wide as this say that the prediction is an order of magnitude only."""
+"""Largest upper factor of bounds, and 1 / smallest lower one. No published run differs more from its prediction;
+bounds as wide as this say that the prediction is an order of magnitude only."""
+FEW_TOKENS = 4096
+"""Tokens of a micro-batch on a rank below which kernels are short, so that what the host does between them counts."""
 
 
 class StepProperties(NamedTuple):
@@ -47,6 +50,7 @@ class StepProperties(NamedTuple):
         architecture: Architecture of the devices, such as "Hopper".
         eight_bit: True for fp8 training.
         engine: Name of the training engine, such as "megatron".
+        user_program: True if the engine's published runs are of users' programs (`Engine.user_programs`).
         devices: Number of devices.
         sequence: Tokens of a sequence.
         context: Number of devices that share a sequence (cp).
@@ -59,6 +63,7 @@ class StepProperties(NamedTuple):
     architecture: str
     eight_bit: bool
     engine: str
+    user_program: bool
     devices: int
     sequence: int
     context: int
@@ -72,15 +77,17 @@ class StepProperties(NamedTuple):
         rows = problem.batch // (layout.dp * layout.micro_batches)
         return cls(
             bool(problem.config.experts), architecture_family(problem.cluster.device.architecture),
-            problem.precision == "fp8", problem.engine.name, problem.cluster.devices, problem.sequence, layout.cp,
-            seconds, max(1, rows * problem.sequence // (layout.cp * layout.tp)),
+            problem.precision == "fp8", problem.engine.name, problem.engine.user_programs, problem.cluster.devices,
+            problem.sequence, layout.cp, seconds, max(1, rows * problem.sequence // (layout.cp * layout.tp)),
         )  # fmt: skip
 
     def measure_difficulty(self, architectures: Collection[str]) -> dict[str, float]:
         """Return {property: value} of what makes the step's time difficult to predict, each 0 for an easy one; "every"
         is 1. architectures: those of which enough projects published runs."""
-        unknown = self.architecture not in architectures
-        return {"every": 1.0, "experts": float(self.experts), "unknown_device": float(unknown)}
+        return {
+            "every": 1.0, "experts": float(self.experts), "few_tokens": float(self.tokens < FEW_TOKENS),
+            "unknown_device": float(self.architecture not in architectures), "user_program": float(self.user_program),
+        }  # fmt: skip
 
 
 _PROPERTIES = ("experts", "architecture", "eight_bit")

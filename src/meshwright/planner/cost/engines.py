@@ -74,6 +74,8 @@ class Engine:
         overlaps_tensor: Overlap of tp collectives. "weights": reductions of input gradients overlap the weight
             gradients of the same layer; "products": in addition, all collectives overlap, in slices, the matrix
             products before or after them; None: none.
+        user_programs: True if most of its published runs are of users who timed a program as they had it, not of
+            authors who tuned a recipe; their times differ more from predictions (bounds.py).
         axes, schedules, zero: Axes of the layout (in addition to data parallelism), pipeline schedules and ZeRO stages
             that the search tries.
     """
@@ -110,6 +112,7 @@ class Engine:
     overlap_processors: float | None = None
     eight_bit_activations: bool = False
     overlaps_tensor: Literal["weights", "products"] | None = None
+    user_programs: bool = False
     axes: tuple[str, ...] = ("tp", "cp", "pp", "ep")
     schedules: tuple[str, ...] = ("1f1b", "interleaved")
     zero: tuple[int, ...] = (0, 1)

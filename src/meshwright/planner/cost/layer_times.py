@@ -201,7 +201,8 @@ class _TimeModel(NamedTuple):
         for one in blocks.list_kernels(operators) if kernels is None else kernels:
             taken = self.rates.seconds(one, self.batch.kernel)
             found[_PHASE[one.phase], 0] += taken
-            batched = one.kind == "product" and one.name.startswith(_CORE)  # one launch for all rows and heads
+            # One launch for all rows and heads, and for all experts.
+            batched = one.name.startswith((*_CORE, "mlp.experts"))
             issued[_PHASE[one.phase]] += 1.0 if batched else one.count
             if one.phase == "weight" or one.name.startswith(_CORE):
                 covers[one.phase] = covers[one.phase] + taken

@@ -184,9 +184,8 @@ class PipelineTimes:
         """Return the number of messages in which `size` bytes are sent once a step, at least one. operation: such as
         "all-gather"; ranks: number of ranks that take part; layers: number of layers."""
         engine = self.layer_times.problem.engine
-        least = layers
-        if engine.bucket_bytes is not None:
-            least = np.ceil(size / np.maximum(engine.bucket_bytes, engine.bucket_rank_bytes * ranks))
+        largest = np.maximum(engine.bucket_bytes or 1.0, engine.bucket_rank_bytes * ranks)
+        least = np.ceil(size / largest) if engine.bucket_bytes else layers
         turns = ranks if engine.broadcasts and operation == "all-gather" else 1.0
         return np.asarray(np.maximum(turns, least), dtype=np.float64)
 

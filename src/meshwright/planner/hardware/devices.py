@@ -122,15 +122,11 @@ DEVICES: tuple[Device, ...] = tuple(_device(name, entry) for name, entry in _CAT
 def find_device(name: str) -> Device | None:
     """Return the device with a catalogue name (``h100-sxm``) or a driver's name (``NVIDIA H100 80GB HBM3``). None for
     an unknown name, and for a MIG slice of a GPU, whose share of the peak is not in its name."""
-    for device in DEVICES:
-        if name.lower() == device.name:
-            return device
-    if "MIG" in name:
-        return None
-    for device in DEVICES:
-        if device.pattern and re.search(rf"(?<![A-Za-z0-9]){device.pattern}(?![A-Za-z0-9])", name):
-            return device
-    return None
+    known = next((each for each in DEVICES if each.name == name.lower()), None)
+    if known is not None or "MIG" in name:
+        return known
+    whole = r"(?<![A-Za-z0-9]){}(?![A-Za-z0-9])"
+    return next((each for each in DEVICES if each.pattern and re.search(whole.format(each.pattern), name)), None)
 
 
 @cache
