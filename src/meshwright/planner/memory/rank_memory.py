@@ -20,7 +20,7 @@ from meshwright.planner.cost.blocks import layer_operators
 from meshwright.planner.cost.bubbles import in_flight
 from meshwright.planner.cost.communication import count_parameters, group_of
 from meshwright.planner.cost.layer_times import micro_batch_of_layout
-from meshwright.planner.cost.micro_batch import layer_examples
+from meshwright.planner.cost.micro_batch import layer_examples, layer_kind
 from meshwright.planner.cost.operators import sum_parameters
 from meshwright.planner.cost.pipeline_times import communicated_zero_stage, place_stages
 from meshwright.planner.hardware.cluster import Cluster
@@ -87,16 +87,18 @@ def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> Ledger:
 
 def distinct_ranks(problem: Problem, layout: Layout) -> list[int]:
     """Return the pipeline ranks whose memory must be computed to find the highest peak, first those that hold the most
-    layers of micro-batches in flight. They are the first and the last rank of each set of ranks with equal stages, as
-    one of these two has the most micro-batches in flight."""
+    layers of micro-batches in flight. Of the ranks with equal stages these are the first, the last and the one with the
+    most micro-batches in flight."""
     waiting, queued = in_flight(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
     held = (waiting + queued).max(axis=0)
-    found: dict[tuple[tuple[int, bool, bool], ...], list[int]] = {}
-    for rank, place in enumerate(stages_at(problem, layout)):
-        kind = tuple((len(stage.layers), stage.first, stage.last) for stage in place)
-        found.setdefault(kind, []).append(rank)
-    layers = {end: sum(count for count, *_ in kind) for kind, ranks in found.items() for end in (ranks[0], ranks[-1])}
-    return sorted(layers, key=lambda rank: (-held[rank] * layers[rank], -rank))
+    places, alike = stages_at(problem, layout), dict[object, list[int]]()
+    for rank, place in enumerate(places):
+        kinds = (frozenset(Counter(layer_kind(problem.config, at) for at in stage.layers).items()) for stage in place)
+        ends = ((stage.first, stage.last) for stage in place)
+        alike.setdefault(tuple(zip(kinds, ends, strict=True)), []).append(rank)
+    chosen = {rank for ranks in alike.values() for rank in (ranks[0], ranks[-1], max(ranks, key=held.__getitem__))}
+    layers = {rank: sum(len(stage.layers) for stage in places[rank]) for rank in chosen}
+    return sorted(chosen, key=lambda rank: (-held[rank] * layers[rank], -rank))
 
 
 def stages_at(problem: Problem, layout: Layout) -> list[list[Stage]]:

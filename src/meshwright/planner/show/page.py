@@ -102,22 +102,17 @@ def _layout(estimate: Estimate) -> Iterator[Markup]:
             muted=True,
         )
     yield element("h2", "Memory of each pipeline rank")
-    places = (
-        range(estimate.layout.pp)
-        if estimate.layout.pp <= MOST_RANKS
-        else sorted(distinct_ranks(problem, estimate.layout))
-    )
+    count = estimate.layout.pp
+    places = range(count) if count <= MOST_RANKS else sorted(distinct_ranks(problem, estimate.layout))
     ranks = [memory_of(problem, estimate.layout, rank) for rank in places]
     yield memory_bars(
         [(f"pp {rank.pp_rank}", {k: float(v) for k, v in rank.by_category().items()}) for rank in ranks], room
     )
-    if estimate.layout.pp > len(ranks):
-        yield paragraph(
-            "Of pipeline ranks with equal layers, the first and the last are shown; the others lie between them.",
-            muted=True,
-        )
+    if count > len(ranks):
+        shown = "the first, the last and the one with the most micro-batches in flight are shown"
+        yield paragraph(f"Of pipeline ranks with equal stages, {shown}; the others need no more.", muted=True)
     yield from _categories(ranks)
-    if estimate.layout.pp > 1:
+    if count > 1:
         yield element("h2", "The pipeline")
         yield from _pipeline(estimate)
     yield from _bill(estimate.memory)
