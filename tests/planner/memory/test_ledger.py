@@ -286,7 +286,7 @@ def test_skipping_alike_units_and_stages_changes_no_ledger(
     for rank in range(0, parsed.world_size, parsed.world_size // parsed.pp):
         one = ledger(config, parsed, batch=16, sequence=128, rank=rank)
         with monkeypatch.context() as patch:
-            patch.setattr(StageSnapshots, "_places", property(lambda self: range(len(self.units))))
+            patch.setattr(StageSnapshots, "_peak_places", property(lambda self: range(len(self.units))))
             patch.setattr(_StepReplay, "_example", lambda self, index: index)
             every = ledger(config, parsed, batch=16, sequence=128, rank=rank)
         assert (one, one.items) == (every, every.items)

@@ -29,6 +29,7 @@ from meshwright.planner.memory.ledger import CUDA_CONTEXT_BYTES, MEMORY_PARTS, L
 from meshwright.planner.memory.published import loss_bytes, published_layer
 from meshwright.planner.memory.snapshot import Allocation, count_bytes
 from meshwright.planner.problem import Problem
+from meshwright.spec.config import ModelConfig
 from meshwright.spec.stage_times import program_for
 from meshwright.spec.stages import Stage
 
@@ -93,12 +94,18 @@ def distinct_ranks(problem: Problem, layout: Layout) -> list[int]:
     held = (waiting + queued).max(axis=0)
     places, alike = stages_at(problem, layout), dict[object, list[int]]()
     for rank, place in enumerate(places):
-        kinds = (frozenset(Counter(layer_kind(problem.config, at) for at in stage.layers).items()) for stage in place)
-        ends = ((stage.first, stage.last) for stage in place)
-        alike.setdefault(tuple(zip(kinds, ends, strict=True)), []).append(rank)
+        alike.setdefault(tuple(_find_kind(problem.config, stage) for stage in place), []).append(rank)
     chosen = {rank for ranks in alike.values() for rank in (ranks[0], ranks[-1], max(ranks, key=held.__getitem__))}
     layers = {rank: sum(len(stage.layers) for stage in places[rank]) for rank in chosen}
     return sorted(chosen, key=lambda rank: (-held[rank] * layers[rank], -rank))
+
+
+def _find_kind(config: ModelConfig, stage: Stage) -> object:
+    """Return a value that is equal for stages of equal size. Windows do not count by layer: they matter only to the
+    temporaries of the layer that has the most."""
+    kinds = [layer_kind(config, layer) for layer in stage.layers]
+    counts, windows = Counter(kind._replace(window=None) for kind in kinds), frozenset(kind.window for kind in kinds)
+    return frozenset(counts.items()), windows, stage.first, stage.last
 
 
 def stages_at(problem: Problem, layout: Layout) -> list[list[Stage]]:
@@ -130,9 +137,8 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Alloc
     for mixture, layers in Counter(config.has_experts(layer) for stage in place for layer in stage.layers).items():
         saved = published_layer(batch, mixture)
         for name, size in saved.items():
-            yield Allocation(
-                "activations", f"{name} of {layers} layers x {flying:g}", bytes=round(size * x / 2 * layers * flying)
-            )
+            title = f"{name} of {layers} layers x {flying:g}"
+            yield Allocation("activations", title, bytes=round(size * x / 2 * layers * flying))
         again = max(again, sum(published_layer(batch.recomputed, mixture).values()) - sum(saved.values()))
     logits = 0.0
     if config.head in ("next", "masked") and any(stage.last for stage in place):
