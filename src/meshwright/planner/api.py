@@ -17,7 +17,8 @@ from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.models import adapted_model, find_recipe
 from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate, ProblemOptions, estimate_layout, problem_of, recipe_layout
-from meshwright.planner.search.search import Nearest, SearchResult, find_nearest, search
+from meshwright.planner.search.nearest import Nearest, find_nearest
+from meshwright.planner.search.search import SearchResult, search
 from meshwright.planner.show.answers import MOST_TOP, ledger_documents, no_fit_error, plan_document
 from meshwright.planner.show.explain import OperationTime, explain, find_busiest_rank
 from meshwright.spec.config import ModelConfig
@@ -164,9 +165,8 @@ def plan(
         if recipe is not None:
             raise UserError("adapter: a recipe has its own, in its table [adapter]")
         model = adapted_model(model, adapter)  # type: ignore[arg-type]
-    own = None  # layout that the recipe names
-    if recipe is not None and parsed is None and recipe.layout != "auto":
-        own = recipe.parsed_layout
+    # The layout that the recipe names, of which the user wants to know beside the found ones.
+    own = None if recipe is None or parsed is not None or recipe.layout == "auto" else recipe.parsed_layout
     given: Any = {name: value for name, value in options.items() if name in ProblemOptions.__annotations__}
     given["precision"] = (parsed and parsed.precision) or given.get("precision") or (own and own.precision)
     problem = problem_of(recipe or model, cluster, sequence=sequence, batch=batch, **given)

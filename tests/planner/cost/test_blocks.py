@@ -19,7 +19,7 @@ from meshwright.planner.cost.step_time import StepPredictor
 from meshwright.planner.cost.traffic import predicted_traffic
 from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.memory.ledger import ledger
-from meshwright.planner.memory.rank_memory import fullest_rank, memory_of
+from meshwright.planner.memory.rank_memory import memory_of
 from meshwright.planner.memory.saved import saved_activations
 from meshwright.planner.models import adapted_model
 from meshwright.planner.problem import Problem, StageCandidate
@@ -38,7 +38,7 @@ PROBLEM = Problem(CONFIG, cluster("2xh100-sxm"), SEQUENCE, 1)
 
 def forget_rows() -> None:
     """Empty the caches of the table and of what is computed from it."""
-    for cached in (tables._read_rows, tables._list_words, memory_of, fullest_rank):
+    for cached in (tables._read_rows, tables._list_words, memory_of):
         cached.cache_clear()
 
 

@@ -15,7 +15,8 @@ from meshwright.planner.cost.bubbles import SPLIT_SCHEDULES, in_flight
 from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.memory.rank_memory import memory_of
 from meshwright.planner.problem import Problem
-from meshwright.planner.search.screen import layout_of, screen
+from meshwright.planner.search.screen import screen
+from meshwright.planner.search.space import layout_of
 from meshwright.program.pipeline import Kind, PipelineProgram
 from meshwright.spec.presets import preset
 from meshwright.spec.stage_times import program_for

@@ -11,9 +11,11 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.api import plan
 from meshwright.planner.cost.teacher import TeacherWork
+from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.memory import states
 from meshwright.planner.memory.ledger import CATEGORIES, Ledger, _StepReplay, ledger
 from meshwright.planner.memory.passes import SAVED, list_passes
+from meshwright.planner.memory.rank_memory import fullest_rank, memory_of
 from meshwright.planner.memory.stage_snapshots import StageSnapshots
 from meshwright.planner.problem import Problem
 from meshwright.program.pipeline import Kind
@@ -288,10 +290,30 @@ def test_skipping_alike_units_and_stages_changes_no_ledger(
     for rank in range(0, parsed.world_size, parsed.world_size // parsed.pp):
         one = ledger(config, parsed, batch=16, sequence=128, rank=rank)
         with monkeypatch.context() as patch:
-            patch.setattr(StageSnapshots, "_places", property(lambda self: range(len(self.units))))
+            patch.setattr(StageSnapshots, "_peak_places", property(lambda self: range(len(self.units))))
             patch.setattr(_StepReplay, "_example", lambda self, index: index)
             every = ledger(config, parsed, batch=16, sequence=128, rank=rank)
         assert (one, one.items) == (every, every.items)
+
+
+@pytest.mark.parametrize(
+    ("config", "layout"),
+    [
+        # Rank 1 has a dense layer and two mixtures, rank 2 three mixtures: as many layers, but more memory.
+        (dataclasses.replace(preset("dots1-tiny"), layers=16, dense_layers=(0, 1, 2), intermediate=1024, experts=64,
+                             expert_intermediate=128, shared_intermediate=128), "pp6 mb16"),
+        # Ranks with equal stages hold the more micro-batches, the nearer they are to the middle.
+        (dataclasses.replace(SMALL_HEAD, layers=16), "pp8:chimera mb32"),
+    ],
+    ids=["mixtures after dense layers", "chimera"],
+)  # fmt: skip
+def test_fullest_rank_is_that_of_all_ranks(config: ModelConfig, layout: str) -> None:
+    chosen = Layout.parse(f"{layout} bf16")
+    problem = Problem(config, cluster(f"{chosen.world_size}xh100-sxm"), 256, chosen.dp * chosen.micro_batches)
+    every = [memory_of(problem, chosen, rank) for rank in range(chosen.pp)]
+    fullest = fullest_rank(problem, chosen)
+    assert fullest.device_bytes == max(each.device_bytes for each in every)
+    assert fullest.pp_rank not in (0, 1, chosen.pp - 2, chosen.pp - 1)
 
 
 def test_passes_of_1f1b_hold_what_the_schedule_says() -> None:

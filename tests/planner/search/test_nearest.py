@@ -5,8 +5,9 @@ from __future__ import annotations
 from meshwright.planner.api import plan
 from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.search.estimate import problem_of
+from meshwright.planner.search.nearest import find_nearest, resize_cluster
 from meshwright.planner.search.screen import screen
-from meshwright.planner.search.search import find_nearest, resize_cluster, search
+from meshwright.planner.search.search import search
 from meshwright.planner.search.shortlist import add_device_overhead
 from meshwright.planner.show.text import nearest_text, search_text
 

@@ -20,8 +20,9 @@ from meshwright.planner.problem import Problem, parse_reserve
 from meshwright.planner.search import search as search_module
 from meshwright.planner.search import shortlist as shortlist_module
 from meshwright.planner.search.estimate import Estimate, estimate_layout
-from meshwright.planner.search.screen import ScreenedLayouts, layout_of, screen
+from meshwright.planner.search.screen import ScreenedLayouts, screen
 from meshwright.planner.search.search import FINAL, SearchResult, layout_kinds, search
+from meshwright.planner.search.space import layout_of
 from meshwright.planner.show.answers import no_fit_error, plan_document
 from meshwright.planner.show.page import plan_page
 from meshwright.planner.show.text import search_text

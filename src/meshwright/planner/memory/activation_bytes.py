@@ -67,9 +67,8 @@ class ActivationBytes:
         kind, one layer of each kind with queued weight gradients, first stage, last stage, temporaries. In all layouts
         the same axes are larger than 1, and recompute is the same."""
         problem = self.problem
-        batch = micro_batch_of(
-            problem, layouts, device=problem.cluster.kind, masked=problem.documents > 1, rows=1, responses=0
-        )
+        device, masked = problem.cluster.kind, problem.documents > 1
+        batch = micro_batch_of(problem, layouts, device=device, masked=masked, rows=1, responses=0)
         columns = self._ours(batch, batch.stream_bytes) if self.ours else self._published(batch, batch.stream_bytes)
         return np.stack([np.broadcast_to(each, len(layouts)) for each in columns]).astype(np.float64)
 

@@ -161,9 +161,8 @@ class CompiledBlock:
         self.name = next(name for name in ("encoder", "front", "mixture", "dense") if name in properties)
         self.saved = _select_names("saved", "encoder" if self.name == "encoder" else "decoder", properties)
         self.true = properties | set(self.saved)
-        self.gradients, self.results, self.orders = (
-            _select_names("block", name, self.true) for name in ("gradients", "results", "orders")
-        )
+        names = (_select_names("block", name, self.true) for name in ("gradients", "results", "orders"))
+        self.gradients, self.results, self.orders = names
 
     @cached_method
     def entry(self, name: str) -> SavedTensor:

@@ -20,8 +20,8 @@ from meshwright.planner.cost.dimensions import element_types
 from meshwright.planner.cost.engines import ENGINES, Engine
 from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch, Routed, Starts
 from meshwright.planner.cost.teacher import TeacherWork
+from meshwright.planner.memory import passes
 from meshwright.planner.memory.compiled_blocks import can_predict_compiled
-from meshwright.planner.memory.passes import INPUT_GRADIENT, QUEUE, RECEIVED, SAVED_AT_ONCE, SENT, Pass, list_passes
 from meshwright.planner.memory.saved import position_tables
 from meshwright.planner.memory.snapshot import Allocation, Snapshot, count_bytes
 from meshwright.planner.memory.stage_snapshots import RankStep, StageSnapshots
@@ -43,10 +43,11 @@ CATEGORIES = (
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "workspace")
 """Categories of the peak in JSON answers, in which "workspace" includes communication and logits."""
 _HELD = {
-    SENT: ("communication", "pipeline tensor to send"), RECEIVED: ("communication", "received pipeline tensor"),
-    QUEUE: ("activations", "queue of weight gradients"),
-}  # fmt: skip
-"""Category and name of tensors that stay allocated between passes."""
+    passes.SENT: ("communication", "pipeline tensor to send"),
+    passes.RECEIVED: ("communication", "received pipeline tensor"),
+    passes.QUEUE: ("activations", "queue of weight gradients"),
+}
+"""Category and name of what stays allocated between passes, except saved activations."""
 
 REPEATING = (
     "1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe", "dualpipe-v",
@@ -208,8 +209,8 @@ class _StepReplay:
         flats = flats_of(self.table, layout, self.partition.units_on(self.place["pp"]))
         sums = element_types(batch.dtype)["wide"]
         self.states = list(list_states(flats, batch.dtype, sums, options.get("optimizer", "adamw")))
-        self.passes, self.held, self.counts = list_passes(self.program, self.place["pp"])
-        split = any(each.kind == INPUT_GRADIENT for each in self.passes)
+        self.passes, self.held, self.counts = passes.list_passes(self.program, self.place["pp"])
+        split = any(each.kind == passes.INPUT_GRADIENT for each in self.passes)
         # What experts leave for later cuts a compiled block into pieces.
         pieces = split and any(map(config.has_experts, range(config.layers)))
         teacher = options.get("teacher")
@@ -222,7 +223,8 @@ class _StepReplay:
         """Return the ledger of all tensors at the step's memory peak."""
         stay = list(self._whole_step_items())
         base = count_bytes(stay)
-        held = self.counts @ np.array([self._size(*each) for each in self.held], np.int64)
+        sizes = [count_bytes(self._list_held(what, self._example(stage))) for what, stage in self.held]
+        held = self.counts @ np.array(sizes, np.int64)
         at, peak = self._find_peak(held)
         framework = 0 if self.batch.device == "cpu" else CUDA_CONTEXT_BYTES
         compiled = self.step.compiled and can_predict_compiled(self.batch)
@@ -253,7 +255,7 @@ class _StepReplay:
         Of passes of one kind through alike stages, in alike states, only the one with the most bytes outside it is
         computed."""
         sharded = any(flat.zero >= 2 for flat in self.step.flats)  # else all reductions are alike
-        known: dict[tuple[Pass, tuple[Reduction, ...]], tuple[object, PassState, tuple[Reduction, ...]]] = {}
+        known: dict[object, tuple[object, PassState, tuple[Reduction, ...]]] = {}
         most: dict[object, tuple[int, int, PassState]] = {}
         in_flight: tuple[Reduction, ...] = ()
         for at, (each, size) in enumerate(zip(self.passes, held.tolist(), strict=True)):
@@ -274,18 +276,25 @@ class _StepReplay:
         each = self.passes[at]
         return at, self.stage(each.stage, each.at_once).find_peak(each.kind, state)
 
-    def _size(self, what: int, stage: int) -> int:
-        """Return the bytes of one of the tensors that stay allocated between passes. what: such as `SENT`."""
-        if what in (SENT, RECEIVED):
-            return int(self.batch.stream_bytes)
-        at_once = next(each.at_once for each in self.passes if each.stage == stage)
-        part = self.stage(self._example(stage), at_once if what == QUEUE else what == SAVED_AT_ONCE)
-        return part.queue if what == QUEUE else part.saved_bytes
+    @cached_method
+    def _list_held(self, what: int, stage: int) -> list[Allocation]:
+        """Return the tensors of which `held` counts how often they are allocated. what: such as `passes.SENT`; stage:
+        index of the stage."""
+        if what not in _HELD:
+            return self.stage(stage, what == passes.SAVED_AT_ONCE).saved
+        size = int(self.batch.stream_bytes)
+        if what == passes.QUEUE:
+            size = self.stage(stage, next(each.at_once for each in self.passes if each.stage == stage)).queue
+        category, name = _HELD[what]
+        whole = Allocation(category, f"stage {stage}: {name}", bytes=size, first="forward", last="backward")
+        return [whole] if size else []
 
     @cached_method
     def _example(self, index: int) -> int:
         """Return the index of a stage of the rank whose tensors have the same sizes as those of stage `index`, the same
-        for all stages that are alike."""
+        for all stages that are alike; of a stage on another rank its own."""
+        if index not in self._units:
+            return index
         stage = self.partition.stages[index]
         alike = stage.first, stage.last, tuple(map(self.step.likeness, self._units[index]))
         return self._examples.setdefault(alike, index)
@@ -299,13 +308,8 @@ class _StepReplay:
     def _held_items(self, counts: Iterable[int]) -> Iterator[Allocation]:
         """Yield the ledger items of the tensors that stay allocated between passes. counts: number of each."""
         for (what, stage), count in zip(self.held, counts, strict=True):
-            if what in _HELD:
-                if size := count * self._size(what, stage):
-                    category, name = _HELD[what]
-                    yield Allocation(category, f"stage {stage}: {name}", (), "", size, stage, "forward", "backward")
-                continue
-            for tensor in self.stage(stage, what == SAVED_AT_ONCE).saved if count else ():
-                title = tensor.name if count == 1 else f"{tensor.name} x {count}"
+            for tensor in self._list_held(what, stage) if count else ():
+                title = tensor.name if count == 1 or what in _HELD else f"{tensor.name} x {count}"
                 yield tensor._replace(name=title, bytes=tensor.bytes * count, stage=stage)
 
     def _snapshot_items(self, snapshot: Snapshot) -> Iterator[Allocation]:

@@ -14,15 +14,15 @@ from meshwright.program.order import Integers
 from meshwright.program.pipeline import ARRIVING, COMPUTING, PipelineProgram
 
 SAVED, SAVED_AT_ONCE, SENT, RECEIVED, QUEUE = range(5)
-"""Tensors that stay allocated between passes: saved activations without and with `Pass.at_once`, outputs and gradients
-being sent and received, queues of weight gradients."""
+"""Tensors that stay allocated between passes: saved activations without and with `StagePass.at_once`, outputs and
+gradients being sent and received, queues of weight gradients."""
 
 # As plain numbers: programs have tens of thousands of steps, and enumeration members are slow.
 FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = map(int, COMPUTING)
 _ARRIVING = frozenset(map(int, ARRIVING))
 
 
-class Pass(NamedTuple):
+class StagePass(NamedTuple):
     """A pass of a micro-batch through a stage. stage: index of the stage; at_once: True if the micro-batch's backward
     directly follows its forward; kind: kind of the pass; later: True for a backward that is not the stage's first of
     the step; last: True for passes after which the stage runs no backward."""
@@ -35,7 +35,7 @@ class Pass(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def list_passes(program: PipelineProgram, rank: int) -> tuple[list[Pass], list[tuple[int, int]], Integers]:
+def list_passes(program: PipelineProgram, rank: int) -> tuple[list[StagePass], list[tuple[int, int]], Integers]:
     """Return the passes of pipeline rank `rank` of a schedule with sends and receives, in execution order; the tensors
     that stay allocated between passes, each as (what, such as `SENT`; index of the stage); and how many of each are
     allocated while each pass runs [passes, tensors]."""
@@ -44,7 +44,7 @@ def list_passes(program: PipelineProgram, rank: int) -> tuple[list[Pass], list[t
     followed = consumed_sends.find_followed_forwards(program, rank)
     forwards = Counter(stage for _, kind, stage, *_ in steps if kind == FORWARD)
     ran, held = Counter[int](), Counter[tuple[int, int]]()
-    passes, rows = list[Pass](), list[dict[tuple[int, int], int]]()
+    passes, rows = list[StagePass](), list[dict[tuple[int, int], int]]()
     for at, kind, stage, *of in steps:
         if kind in _ARRIVING:
             held[RECEIVED, consumed_sends.compute_carried_value(kind, stage, *of)[2]] += 1
@@ -60,7 +60,7 @@ def list_passes(program: PipelineProgram, rank: int) -> tuple[list[Pass], list[t
             ran[stage] += 1
             held[saved] -= 1
         later, ends = ran[stage] > 1, ran[stage] == forwards[stage]
-        passes.append(Pass(stage, at_once, kind, not forward and later, not forward and ends))
+        passes.append(StagePass(stage, at_once, kind, not forward and later, not forward and ends))
         rows.append(dict(held))
         held[saved] += forward
         if kind in (INPUT_GRADIENT, WEIGHT_GRADIENT):

@@ -20,7 +20,7 @@ from meshwright.planner.cost.blocks import layer_operators
 from meshwright.planner.cost.bubbles import in_flight
 from meshwright.planner.cost.communication import count_parameters, group_of
 from meshwright.planner.cost.layer_times import micro_batch_of_layout
-from meshwright.planner.cost.micro_batch import layer_examples
+from meshwright.planner.cost.micro_batch import layer_examples, layer_kind
 from meshwright.planner.cost.operators import sum_parameters
 from meshwright.planner.cost.pipeline_times import communicated_zero_stage, place_stages
 from meshwright.planner.hardware.cluster import Cluster
@@ -29,6 +29,7 @@ from meshwright.planner.memory.ledger import CUDA_CONTEXT_BYTES, MEMORY_PARTS, L
 from meshwright.planner.memory.published import loss_bytes, published_layer
 from meshwright.planner.memory.snapshot import Allocation, count_bytes
 from meshwright.planner.problem import Problem
+from meshwright.spec.config import ModelConfig
 from meshwright.spec.stage_times import program_for
 from meshwright.spec.stages import Stage
 
@@ -87,16 +88,24 @@ def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> Ledger:
 
 def distinct_ranks(problem: Problem, layout: Layout) -> list[int]:
     """Return the pipeline ranks whose memory must be computed to find the highest peak, first those that hold the most
-    layers of micro-batches in flight. They are the first and the last rank of each set of ranks with equal stages, as
-    one of these two has the most micro-batches in flight."""
+    layers of micro-batches in flight. Of the ranks with equal stages these are the first, the last and the one with the
+    most micro-batches in flight."""
     waiting, queued = in_flight(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
     held = (waiting + queued).max(axis=0)
-    found: dict[tuple[tuple[int, bool, bool], ...], list[int]] = {}
-    for rank, place in enumerate(stages_at(problem, layout)):
-        kind = tuple((len(stage.layers), stage.first, stage.last) for stage in place)
-        found.setdefault(kind, []).append(rank)
-    layers = {end: sum(count for count, *_ in kind) for kind, ranks in found.items() for end in (ranks[0], ranks[-1])}
-    return sorted(layers, key=lambda rank: (-held[rank] * layers[rank], -rank))
+    places, alike = stages_at(problem, layout), dict[object, list[int]]()
+    for rank, place in enumerate(places):
+        alike.setdefault(tuple(_find_kind(problem.config, stage) for stage in place), []).append(rank)
+    chosen = {rank for ranks in alike.values() for rank in (ranks[0], ranks[-1], max(ranks, key=held.__getitem__))}
+    layers = {rank: sum(len(stage.layers) for stage in places[rank]) for rank in chosen}
+    return sorted(chosen, key=lambda rank: (-held[rank] * layers[rank], -rank))
+
+
+def _find_kind(config: ModelConfig, stage: Stage) -> object:
+    """Return a value that is equal for stages of equal size. Windows do not count by layer: they matter only to the
+    temporaries of the layer that has the most."""
+    kinds = [layer_kind(config, layer) for layer in stage.layers]
+    counts, windows = Counter(kind._replace(window=None) for kind in kinds), frozenset(kind.window for kind in kinds)
+    return frozenset(counts.items()), windows, stage.first, stage.last
 
 
 def stages_at(problem: Problem, layout: Layout) -> list[list[Stage]]:
@@ -128,9 +137,8 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Alloc
     for mixture, layers in Counter(config.has_experts(layer) for stage in place for layer in stage.layers).items():
         saved = published_layer(batch, mixture)
         for name, size in saved.items():
-            yield Allocation(
-                "activations", f"{name} of {layers} layers x {flying:g}", bytes=round(size * x / 2 * layers * flying)
-            )
+            title = f"{name} of {layers} layers x {flying:g}"
+            yield Allocation("activations", title, bytes=round(size * x / 2 * layers * flying))
         again = max(again, sum(published_layer(batch.recomputed, mixture).values()) - sum(saved.values()))
     logits = 0.0
     if config.head in ("next", "masked") and any(stage.last for stage in place):

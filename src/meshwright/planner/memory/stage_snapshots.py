@@ -26,7 +26,8 @@ OF_HEAD = ("head.", "final_norm.", "transform.", "transform_norm.", "pooler.", "
 """Prefixes of the names of activations that the head's FSDP unit saves."""
 
 _NEIGHBOURS = 4 + REDUCTIONS_IN_FLIGHT
-"""Number of units, from the one before, on whose parameters the memory of a unit's backward depends."""
+"""Length of the window of units, from the one before a unit, on which the unit's memory depends: it and its neighbours,
+whose parameters ZeRO-3 prefetches, and those after it, whose gradient reductions may still be in flight."""
 
 
 def queued_bytes(batch: MicroBatch, unrecomputed: Sequence[Allocation], layer: int, attention: bool = True) -> Number:
@@ -158,7 +159,7 @@ class StageSnapshots:
             for _, computed in teacher.list_snapshots("teacher_forward"):
                 yield Snapshot("teacher: forward", 0, (*around, *computed))
             around += teacher.list_states()
-        for place in self._places:
+        for place in self._peak_places:
             unit = self.units[place]
             for name, extras in self._unit_forward(unit):
                 yield self._snapshot(f"{unit}{name}: forward", place, [*around, *self._gathered(place, +1), *extras])
@@ -201,7 +202,7 @@ class StageSnapshots:
         queue = 0  # of a split backward: what weight gradients need
         for place in reversed(range(len(self.units))):
             unit = self.units[place]
-            if split or place in self._places:
+            if split or place in self._peak_places:
                 yield from self._backward_of(place, split, queue, state.before)
             if split and unit in self._layer:
                 queue += self._queue_of(unit)
@@ -228,7 +229,7 @@ class StageSnapshots:
             yield self._snapshot(f"{unit}{name}: backward", place + 1, tensors)
 
     @cached_property
-    def _places(self) -> list[int]:
+    def _peak_places(self) -> list[int]:
         """Indices of the units at which memory may peak in a forward or in a backward that is not split: of units that
         are alike, with alike neighbours, only the last, as it runs with the most saved activations."""
         alike = [None, *map(self.step.likeness, self.units)]
@@ -332,22 +333,16 @@ class StageSnapshots:
             names -= set(LOOKED_UP)
         if self.step.tied and ("head" in names or (step > 0 and self.both_ends)):
             names.add("embedding")
-        return [
-            Allocation(
-                "communication", f"{flat.name} gathered", bytes=flat.held_bytes(flat.padded, self.batch.itemsize)
-            )
-            for flat in self.step.list_flats(sorted(names))
-            if flat.zero == 3
-        ]
+        flats = (flat for flat in self.step.list_flats(sorted(names)) if flat.zero == 3)
+        itemsize = self.batch.itemsize
+        return [message(f"{flat.name} gathered", flat.held_bytes(flat.padded, itemsize)) for flat in flats]
 
     def _unsharded(self, flats: Iterable[Flat]) -> list[Allocation]:
         """Return the unsharded gradient buffers that flat parameter buffers allocate in a backward under ZeRO-2 and 3,
         without those shared by layers, which are counted elsewhere."""
-        flats = (flat for flat in flats if flat.zero >= 2 and flat.padded not in self.step.reused)
-        return [
-            Allocation("gradients", f"{flat.name} unsharded gradient", bytes=flat.padded * self.batch.wide)
-            for flat in flats
-        ]
+        alone = (flat for flat in flats if flat.zero >= 2 and flat.padded not in self.step.reused)
+        wide = self.batch.wide
+        return [Allocation("gradients", f"{each.name} unsharded gradient", bytes=each.padded * wide) for each in alone]
 
     def _in_flight(self, posted: Sequence[Reduction]) -> list[Allocation]:
         """Return the tensors of the gradient reductions in flight. posted: all reductions started so far; only the last

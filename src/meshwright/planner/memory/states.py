@@ -147,7 +147,6 @@ def list_states(
 def gradient_buffers(flats: Sequence[Flat]) -> dict[int, int]:
     """Return {number of elements: number of buffers} of the unsharded gradient buffers that layers share under ZeRO-2
     and 3. flats: the rank's flat parameter buffers."""
-    units = [list(parts) for _, parts in groupby(flats, key=lambda flat: flat.unit)]
-    return entries.count_reused_buffers(
-        [tuple(flat.padded for flat in parts if flat.zero >= 2 and flat.trainable) for parts in units]
-    )
+    units = groupby(flats, key=lambda flat: flat.unit)
+    sizes = [tuple(flat.padded for flat in parts if flat.zero >= 2 and flat.trainable) for _, parts in units]
+    return entries.count_reused_buffers(sizes)

@@ -151,9 +151,8 @@ class ServingLedger:
 
     def longest_within(self, blocks: int) -> int:
         """Return the most tokens of a sequence, up to `max_length`, that never holds more than `blocks` KV blocks."""
-        return block_tables.max_sequence_tokens(
-            blocks, self.tables.windows, self.sizes.token_budget, self.sizes.max_length
-        )
+        windows, sizes = self.tables.windows, self.sizes
+        return block_tables.max_sequence_tokens(blocks, windows, sizes.token_budget, sizes.max_length)
 
     @property
     def _copies(self) -> int:

@@ -22,7 +22,8 @@ from meshwright.planner.api import Plan
 from meshwright.planner.memory.ledger import Ledger
 from meshwright.planner.memory.rank_memory import distinct_ranks, memory_of, merge_layers
 from meshwright.planner.search.estimate import Estimate, predict_step
-from meshwright.planner.search.search import Nearest, SearchResult
+from meshwright.planner.search.nearest import Nearest
+from meshwright.planner.search.search import SearchResult
 from meshwright.planner.search.shortlist import add_device_overhead
 from meshwright.planner.show import text
 from meshwright.planner.show.notation import notation_legend, recipe_block, selection_note
@@ -102,22 +103,16 @@ def _layout(estimate: Estimate) -> Iterator[Markup]:
             muted=True,
         )
     yield element("h2", "Memory of each pipeline rank")
-    places = (
-        range(estimate.layout.pp)
-        if estimate.layout.pp <= MOST_RANKS
-        else sorted(distinct_ranks(problem, estimate.layout))
-    )
+    count = estimate.layout.pp
+    places = range(count) if count <= MOST_RANKS else sorted(distinct_ranks(problem, estimate.layout))
     ranks = [memory_of(problem, estimate.layout, rank) for rank in places]
-    yield memory_bars(
-        [(f"pp {rank.pp_rank}", {k: float(v) for k, v in rank.by_category().items()}) for rank in ranks], room
-    )
-    if estimate.layout.pp > len(ranks):
-        yield paragraph(
-            "Of pipeline ranks with equal layers, the first and the last are shown; the others lie between them.",
-            muted=True,
-        )
+    bars = [(f"pp {rank.pp_rank}", {k: float(v) for k, v in rank.by_category().items()}) for rank in ranks]
+    yield memory_bars(bars, room)
+    if count > len(ranks):
+        shown = "the first, the last and the one with the most micro-batches in flight are shown"
+        yield paragraph(f"Of pipeline ranks with equal stages, {shown}; the others need no more.", muted=True)
     yield from _categories(ranks)
-    if estimate.layout.pp > 1:
+    if count > 1:
         yield element("h2", "The pipeline")
         yield from _pipeline(estimate)
     yield from _bill(estimate.memory)
@@ -204,11 +199,8 @@ def memory_time_scatter(result: SearchResult, marked: Sequence[Estimate]) -> Mar
     near = np.flatnonzero((every.seconds < SLOWEST * every.seconds.min()) & (size < LARGEST * room))
     chosen = near[:: max(1, len(near) // MOST_DOTS)]
     points = [*zip(every.seconds[chosen].tolist(), size[chosen].tolist(), strict=True)]
-    best = [
-        (seconds, float(memory), f"{one.layout}: {seconds:.4g} s, {text.format_size(memory)}")
-        for one in marked
-        for seconds, memory in [(one.time.seconds, one.memory.device_bytes)]
-    ]
+    shown = [(one.time.seconds, float(one.memory.device_bytes), one.layout) for one in marked]
+    best = [(took, size, f"{layout}: {took:.4g} s, {text.format_size(size)}") for took, size, layout in shown]
     seconds, sizes = ([*(point[at] for point in points), *(one[at] for one in best)] for at in (0, 1))
     unit = text.Unit.of(max(min(*sizes, room), room / 100))
     across = make_log_axis(seconds, "time of a step", lambda at: f"{at:.4g} s")

@@ -15,7 +15,8 @@ from meshwright.planner.memory.rank_memory import merge_layers
 from meshwright.planner.memory.snapshot import Allocation
 from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate, model_document
-from meshwright.planner.search.search import Nearest, SearchResult, TooLargeLayout
+from meshwright.planner.search.nearest import Nearest
+from meshwright.planner.search.search import SearchResult, TooLargeLayout
 from meshwright.planner.search.shortlist import MOST_PRICED
 from meshwright.planner.show.explain import OperationTime
 from meshwright.planner.show.notation import notation_legend, recipe_block, selection_note
@@ -137,11 +138,9 @@ def nearest_line(nearest: Nearest) -> str:
     enough = nearest.enough
     if enough is None:
         return "The number of devices that would suffice is unknown."
-    return (
-        f"{nearest.devices:,} devices would suffice: {enough.layout}, "
-        f"{seconds_text(enough.problem, enough.layout, enough.time.seconds)}, "
-        f"{format_size(enough.memory.device_bytes)} per device."
-    )
+    took = seconds_text(enough.problem, enough.layout, enough.time.seconds)
+    memory = format_size(enough.memory.device_bytes)
+    return f"{nearest.devices:,} devices would suffice: {enough.layout}, {took}, {memory} per device."
 
 
 def undecided_text(result: SearchResult) -> str:
@@ -177,9 +176,8 @@ def estimate_text(estimate: Estimate, width: int = WIDE) -> str:
     lines = [wrap_line(f"{estimate.layout}: {step_text(estimate)}", width, "  ")]
     lines += [wrap_line(f"  {line}", width, "    ") for line in described]
     beside = " " * (len(figures[0]) + 4)
-    lines += [
-        wrap_line(f"  {line}  {what}".rstrip(), width, beside) for line, (*_, what) in zip(figures, rows, strict=True)
-    ]
+    billed = (f"  {line}  {row[-1]}".rstrip() for line, row in zip(figures, rows, strict=True))
+    lines += [wrap_line(line, width, beside) for line in billed]
     return "\n".join([*lines, *(wrap_line(f"  warning: {said}", width, "    ") for said in estimate.warnings)])
 
 
@@ -193,10 +191,9 @@ def step_text(estimate: Estimate) -> str:
     follow from it."""
     time, rate = estimate.time, estimate.model_flops_per_device
     flops = f"{rate / 1e12:.1f} TFLOP/s" if rate >= 1e11 else f"{rate / 1e9:.1f} GFLOP/s"
-    return (
-        f"{time.seconds:.4g} s per step ({time.low:.4g} to {time.high:.4g}), "
-        f"{estimate.tokens_per_second_per_device:,.0f} tokens/s per device, {flops} per device, MFU {estimate.mfu:.1%}"
-    )
+    took = f"{time.seconds:.4g} s per step ({time.low:.4g} to {time.high:.4g})"
+    tokens = f"{estimate.tokens_per_second_per_device:,.0f} tokens/s per device"
+    return f"{took}, {tokens}, {flops} per device, MFU {estimate.mfu:.1%}"
 
 
 def memory_text(estimate: Estimate) -> str:
@@ -213,9 +210,8 @@ def memory_text(estimate: Estimate) -> str:
 def communication_text(estimate: Estimate) -> str:
     """Format the seconds of communication in a step: the exposed part, which no computation overlaps, and the total."""
     exposed, total = estimate.exposed_seconds, estimate.communication_seconds
-    return (
-        f"{exposed:.3g} s exposed ({share_text(exposed / estimate.time.seconds)} of the step), {total:.3g} s in total"
-    )
+    share = share_text(exposed / estimate.time.seconds)
+    return f"{exposed:.3g} s exposed ({share} of the step), {total:.3g} s in total"
 
 
 def usage_text(best: Sequence[Estimate], width: int = WIDE) -> str:
@@ -312,10 +308,8 @@ def explain_text(layout: Layout, pp_rank: int, rows: Sequence[OperationTime], wi
     more = [f"{len(rows) - most} more operations take {rest:.1%}"] if len(rows) > most else []
     where = f" on pipeline rank {pp_rank}" if layout.pp > 1 else ""
     total = sum(row.seconds for row in rows)
-    title = (
-        f"computation of a micro-batch{where}: {total * 1e3:,.4g} ms; {layout.micro_batches:,} "
-        f"micro-batch{'es' * (layout.micro_batches > 1)} per step"
-    )
+    several = f"{layout.micro_batches:,} micro-batch{'es' * (layout.micro_batches > 1)}"
+    title = f"computation of a micro-batch{where}: {total * 1e3:,.4g} ms; {several} per step"
     lines = format_table([head, *shown], width, ("MB", "GFLOP", "count", "shape", "FLOP/byte"))
     return "\n".join([wrap_line(title, width, "  "), *lines, *more])
 
@@ -325,14 +319,11 @@ def format_table(rows: Sequence[Sequence[str]], width: int | None = None, droppa
     right-aligned.
 
     width: most characters of a line; as long as lines are longer, the columns `droppable` are left out one by one."""
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    left = [any(c.isalpha() for row in rows[1:] for c in row[at]) for at in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.ljust(size) if words else cell.rjust(size) for cell, size, words in zip(row, widths, left, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    align = [str.ljust if any(map(str.isalpha, "".join(column[1:]))) else str.rjust for column in columns]
+    aligned = ([put(cell, size) for cell, size, put in zip(row, widths, align, strict=True)] for row in rows)
+    lines = ["  ".join(cells).rstrip() for cells in aligned]
     if width is None or not droppable or max(map(len, lines)) <= width:
         return lines
     at = rows[0].index(droppable[0])
