@@ -35,6 +35,7 @@ from meshwright.planner.hardware.devices import DEVICES
         ("2xa100-pcie", 2, 2, 300e9, 12.5e9),
         ("8xl40s", 8, 8, 31e9, 12.5e9),  # no direct link
         ("8xgh200", 8, 1, 450e9, 50e9),  # one device per node
+        ("2x4xgh200", 8, 4, 450e9, 25e9),  # JUPITER's and Alps' nodes
     ],
 )
 def test_shorthand_gives_devices_and_nodes(text: str, devices: int, per_node: int, inside: float, across: float):
@@ -44,6 +45,13 @@ def test_shorthand_gives_devices_and_nodes(text: str, devices: int, per_node: in
     assert (found.inside.bandwidth, found.across.bandwidth) == (inside, across)
     assert 0 < found.inside.latency <= found.across.latency < 2e-5
     assert found.measured is None
+
+
+def test_superchips_in_nodes_of_four_share_power():
+    """Unless the cluster file describes the device itself."""
+    assert cluster("8x4xgh200").device.name == "gh200-quad" and cluster("8xgh200").device.name == "gh200"
+    described = {"device": {"like": "gh200", "power_watts": 1000}, "devices": 8, "devices_per_node": 4}
+    assert cluster(described | {"inside_gb_per_second": 150}).device.measured == {"bf16": 828.6}
 
 
 def test_every_device_forms_a_node():

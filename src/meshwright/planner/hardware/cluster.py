@@ -204,11 +204,11 @@ def _from_mapping(table: Mapping[str, Any], where: str) -> Cluster:
     devices = _count(table, "devices", where)
     size = _count(table, "devices_per_node", where) if "devices_per_node" in table else _node_size(device, devices)
     size = min(size, devices)
+    if size == 4 and isinstance(table["device"], str):  # superchips in nodes of four share power and links
+        device = next((each for each in DEVICES if each.name == f"{device.name}-quad"), device)
     if devices % size:
-        few, many = devices // size * size, -(-devices // size) * size
-        right = f"{few} or {many}" if few else f"{many}"
-        other = _factors(devices, size)
-        another = f", or nodes of another size ({other})" if other else ""
+        right = " or ".join(str(each) for each in (devices // size * size, -(-devices // size) * size) if each)
+        another = f", or nodes of another size ({other})" if (other := _factors(devices, size)) else ""
         raise UserError(f"{where}: {devices} devices do not fill nodes of {size}; choose {right}{another}")
     published = _published_links(device, size)
     inside = _link(published["inside"], "inside", table, where, needed=size > 1)
