@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
+import string
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -40,7 +42,7 @@ class Outcome(NamedTuple):
     error: str
 
 
-SOURCE = Path(cases.SOURCES[0]).read_text()
+LETTERS = "".join(random.Random(3).choices(string.ascii_lowercase, k=15_000))  # the same with every version of Python
 WINDOWED = {"model_family": "mistral", "model_sliding_window": 20, "model_tied": False}
 CASES: dict[str, dict[str, Any]] = {
     "ac:selective mb2 bf16": {**WINDOWED, "train_validate_every": 3, "checkpoint_every": 3},
@@ -198,7 +200,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def of_texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Changes of a recipe that packs short texts, of changing lengths, into sequences."""
     place = tmp_path_factory.mktemp("texts") / "texts.jsonl"
-    texts = [SOURCE[97 * number :][: 5 + 37 * number % 80] for number in range(150)]
+    texts = [LETTERS[97 * number :][: 5 + 37 * number % 80] for number in range(150)]
     place.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     changes = {"data_source": str(place), "data_document_mask": True, "train_profile": None}
     return {**changes, "model_layers": 1, "train_batch": 4, "train_steps": 8}
