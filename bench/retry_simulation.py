@@ -183,8 +183,8 @@ class Server:
         return None
 
     def measure_capacity(self, answers: int) -> float:
-        """Answers per second of a closed loop that keeps all sequences and a part of the queue busy, in the second half
-        of so many answers."""
+        """Answers per second of a closed loop that keeps all sequences and a part of the queue busy, over the second
+        half of `answers` answers."""
         times: list[float] = []
 
         def start() -> None:

@@ -1,4 +1,4 @@
-"""What no CUDA graph of forward and backward can repeat is refused before the run."""
+"""Recipes whose forward and backward a CUDA graph cannot replay are refused before the run."""
 
 from __future__ import annotations
 

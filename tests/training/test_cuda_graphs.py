@@ -273,7 +273,8 @@ def test_boundaries_of_batches_have_one_shape_and_one_longest_length_until_there
             assert mask.cu_seqlens is not None and mask.cu_seqlens.tolist() == [expected]
             assert mask.lengths is not None and mask.lengths.tolist() == [12] and mask.window == 7
             places = [at - max(start for start in row if start <= at) for row in starts for at in range(12)]
-            assert found.positions_BS().flatten().tolist() == places  # type: ignore[union-attr]
+            positions_BS = found.positions_BS()
+            assert positions_BS is not None and positions_BS.flatten().tolist() == places
             assert found.cut_into_chunks(5, 2, 12, torch.device("cpu")).bounds == ()  # more boundaries
 
 

@@ -17,7 +17,7 @@ from meshwright.adapters.dropout import Dropout
 from meshwright.comm.custom_operator import custom_operator
 from meshwright.model.axis_operations import Overlap
 from meshwright.model.layers import Linear, ParallelLinear
-from meshwright.model.weight_gradients import SaveOperands, multiply_overlapped
+from meshwright.model.weight_gradients import SaveOperands, apply_function, multiply_overlapped
 from meshwright.quantization.packing import QuantizedMatmul
 
 
@@ -81,9 +81,9 @@ class LowRank(nn.Module):
         if overlap is not None and layer.ends_recompute:
             with torch.no_grad():
                 low = self.project(x, keys_BC)
-            saved = SaveOperands.apply(x, layer.weight, self.a, self.b, low, keys_BC).grad_fn  # type: ignore[no-untyped-call]
+            saved = apply_function(SaveOperands, x, layer.weight, self.a, self.b, low, keys_BC).grad_fn
         fixed = self, layer.packed, overlap, saved, low
-        return _AdaptedProduct.apply(x, layer.weight, self.a, self.b, keys_BC, fixed)  # type: ignore[no-untyped-call, no-any-return]
+        return apply_function(_AdaptedProduct, x, layer.weight, self.a, self.b, keys_BC, fixed)
 
     def project(self, x: torch.Tensor, keys_BC: torch.Tensor | None) -> torch.Tensor:
         """Return x Aᵀ, [..., M x R], for the input `x` of the layer, [..., X], after dropout.

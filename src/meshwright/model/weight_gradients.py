@@ -168,7 +168,7 @@ def linear(
         return _Linear.apply(x, weight, bias, None, overlap, None, *taps)
     ends_recompute = ends_recompute and not torch.compiler.is_compiling()
     saved = _apply_uncompiled(SaveOperands, x, weight).grad_fn if ends_recompute else None
-    return (_apply_uncompiled if queued else _apply_function)(_Linear, x, weight, bias, queue, overlap, saved)
+    return (_apply_uncompiled if queued else apply_function)(_Linear, x, weight, bias, queue, overlap, saved)
 
 
 class SaveOperands(torch.autograd.Function):
@@ -371,12 +371,12 @@ class _GroupedLinear(torch.autograd.Function):
         return dx_NX, None, d_bias, None, None, None
 
 
-def _apply_function(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     """Call the autograd function `function` on `arguments` and return its output tensor."""
     return function.apply(*arguments)
 
 
-_apply_uncompiled = _apply_function
+_apply_uncompiled = apply_function
 """Outside of compiled graphs, once `exclude_from_compiled_graphs` was called."""
 
 
@@ -387,5 +387,5 @@ def exclude_from_compiled_graphs() -> None:
     second.
     """
     global _apply_uncompiled
-    if _apply_uncompiled is _apply_function:
-        _apply_uncompiled = torch.compiler.disable(_apply_function)
+    if _apply_uncompiled is apply_function:
+        _apply_uncompiled = torch.compiler.disable(apply_function)

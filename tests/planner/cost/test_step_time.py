@@ -437,14 +437,14 @@ def test_messages_of_megatron_core_grow_with_data_parallel_ranks():
 
 
 def test_host_launches_products_of_all_heads_at_once():
-    """Where it is slower than all kernels, a batch of more rows takes no longer."""
+    """If launches by the host take longer than the kernels, a step does not take longer with more rows."""
     slow = dataclasses.replace(ENGINES["megatron"], host_seconds=1.0)
     one, four = (step_time_of("gpt2", "dp1", "a100-80", rows, engine=slow).seconds for rows in (1, 4))
     assert four == pytest.approx(one, rel=0.01)
 
 
 def test_host_launches_products_of_all_experts_at_once():
-    """Where it is slower than all kernels, a layer of more experts takes no longer."""
+    """If launches by the host take longer than the kernels, a step does not take longer with more experts."""
     slow, mixture = dataclasses.replace(ENGINES["megatron"], host_seconds=1.0), preset("mixtral-8x7b-v0.1")
     two, eight = (
         step_time(
