@@ -298,10 +298,10 @@ def test_endless_template_times_out(monkeypatch):
     from meshwright.data import limited_process
 
     slow = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    # A wall-clock limit of one second instead of ten of CPU time: the same code path.
-    monkeypatch.setattr(limited_process, "_WAIT_SECONDS", 1.0)
     template = ChatTemplate("{% if messages|length > 1 %}" + slow + "{% endif %}ok", {}, frozenset(), "it")
     template.check()
+    # A wall-clock limit of one second instead of ten of CPU time: the same code path.
+    monkeypatch.setattr(limited_process, "_WAIT_SECONDS", 1.0)
     with pytest.raises(UserError, match="it gave no answer within 1 s"):
         template.render(TURNS)
     monkeypatch.setattr(limited_process, "_WAIT_SECONDS", 300.0)
