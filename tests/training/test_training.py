@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from meshwright.checkpoint import find_best, find_newest, verify_checkpoint
+from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.data import prepare
 from meshwright.errors import CheckFailed, UserError
@@ -170,10 +171,11 @@ def test_every_layout_matches_steps_of_one_device(ranks, layout, alone, home, re
 
 @pytest.mark.slow
 def test_compiled_model_steps_match_eager_steps(home):
+    """On a forked rank, which has the compiler loaded."""
     model = {"family": "llama", "layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 64}
-    for name, compiled in (("eager", False), ("compiled", True)):
-        (outcome,) = cases.run(None, home / name, "dp1 fp32", model=model, train_compile=compiled, train_steps=3)
-        assert outcome["error"] == ""
+    with LocalRanks(1, timeout=300.0) as ranks:
+        for name, compiled in (("eager", False), ("compiled", True)):
+            cases.run_without_error(ranks, home / name, "dp1 fp32", model=model, train_compile=compiled, train_steps=3)
     cases.assert_same_steps(home / "compiled", home / "eager")
 
 
