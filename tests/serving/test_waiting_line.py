@@ -175,6 +175,18 @@ def test_returns_and_absences_are_learnt_at_the_same_delay(line: WaitingLine, cl
     assert line.outstanding == 1 and line.returning > 0.5
 
 
+@pytest.mark.parametrize("retry", [0.5, 1.2])
+def test_client_that_stays_away_after_a_refused_retry_is_not_learnt_as_absent(
+    line: WaitingLine, clock: Clock, retry: float
+):
+    """It came back, early or when due, and the queue was full: other clients will come back too."""
+    assert ask(line, b"a") == 1.2
+    line.returning, clock.now = 0.5, retry
+    assert ask(line, b"a") is not None
+    clock.now = 10.0
+    assert (line.outstanding, line.expired) == (0, 1) and line.returning > 0.5
+
+
 def test_identical_requests_of_counting_clients_have_separate_places(line: WaitingLine, clock: Clock):
     assert [ask(line, b"same", first=True) for _ in range(3)] == pytest.approx([1.2, 2.4, 3.6])
     assert ask(line, b"same") == 1.2 and line.outstanding == 3  # perhaps any of them

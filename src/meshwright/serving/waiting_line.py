@@ -111,7 +111,9 @@ class _Place:
         expires: Time at which the place is removed if the client has not retried.
         watched: Time of the earliest scheduled check of this place.
         expected: True if the client is expected to retry, False if it is late.
-        returned: True if the client has retried in time, until the next check of the place includes the retry in
+        retried: True if the client has retried, early or when due. If it is refused again and then stays away, this
+            does not lower `WaitingLine.returning`: too short promises would otherwise cause shorter ones.
+        returned: True if the client has retried, until the next check of the place includes the retry in
             `WaitingLine.returning`: at the same delay as absent clients, or their share would be underestimated.
     """
 
@@ -123,6 +125,7 @@ class _Place:
     expires: float = math.inf
     watched: float = math.inf
     expected: bool = False
+    retried: bool = False
     returned: bool = False
 
 
@@ -132,7 +135,7 @@ class WaitingLine:
     time in seconds.
 
     Attributes:
-        returning: Moving average of the share of clients that retry when due; 1 at first.
+        returning: Moving average of the share of refused clients that retry; 1 at first.
         admitted: Number of places whose clients were admitted, since the start.
         expired: Number of places that were given up, since the start.
     """
@@ -173,7 +176,7 @@ class WaitingLine:
         if reason or not due:  # if due, the engine is slower than predicted: places before it come first
             reason, seconds = self._find_room(queue, count, tokens, math.inf if place is None else place.room)
         if place is not None and (reason or requests):
-            place.returned |= due
+            place.returned = place.retried = True
             if not reason:
                 self._remove_place(place, admitted=True)
         if not reason:
@@ -213,8 +216,7 @@ class WaitingLine:
         excess = queue.tokens + ahead * self._tokens / max(1, self._requests) - max(tokens, self._limits.tokens)
         if excess > 0:
             reason = reason or "tokens"
-            freed = itertools.accumulate(queue.prompts)
-            over = max(over, 1 + sum(1 for _ in itertools.takewhile(lambda each: each < excess, freed)))
+            over = max(over, 1 + bisect_left(list(itertools.accumulate(queue.prompts)), excess))
         if reason:
             return reason, queue.predict(over)
         first = math.ceil(queue.waiting + ahead) - requests + 1
@@ -254,7 +256,7 @@ class WaitingLine:
     def _run_due_checks(self, now: float) -> None:
         """Run the checks of places that are scheduled up to the time `now`, in seconds of the line's clock.
 
-        A check updates `returning`, the average share of clients that retry in time. If the client is late, no room in
+        A check updates `returning`, the average share of clients that retry. If the client is late, no room in
         the queue is kept for it any longer. An expired place is removed."""
         while self._ends and self._ends[0][0] <= now:
             when, _, place = heapq.heappop(self._ends)
@@ -262,7 +264,7 @@ class WaitingLine:
                 self.returning += LEARNING * (1 - self.returning)
                 place.returned = False
             if place.expected and place.due + LATE_SECONDS <= now:
-                self.returning -= LEARNING * self.returning
+                self.returning -= 0.0 if place.retried else LEARNING * self.returning
                 self._set_expected(place, False)
                 self._late[place] = None
             if place in self._late and place.expires <= now:
