@@ -149,14 +149,6 @@ class ZeroEngine:
                 passes[name] += count
         self.gradients.begin_step(passes)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward pass of one micro-batch from its scalar `loss`. Only for a model that is a single pipeline
-        stage."""
-        (stage,) = self.partition.stages
-        self.start_pass(stage)
-        loss.backward()
-        self.end_pass(stage)
-
     def start_pass(self, stage: Stage, split: bool = False) -> BackwardPass:
         """Start a backward pass of one micro-batch through a stage and return the state of the pass. `split`: True if
         the pass first computes only input gradients, until `pause_pass` is called."""
