@@ -173,7 +173,7 @@ class ZeroEngine:
         for unit in self._units.values():
             if unit.pending_all_gather is not None:  # unused in this step, and updated next
                 unit.unshard()
-        self._partial.all_reduce()
+        self.gradients.reducer.launch(self._partial.all_reduce)
 
     def squared_norm_share(self) -> torch.Tensor:
         """Return this rank's contribution to the squared global gradient norm, float64 scalar; the contributions of all
