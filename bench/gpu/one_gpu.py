@@ -323,21 +323,23 @@ def main() -> int:
     header = {"device": torch.cuda.get_device_name() if cuda else "cpu", "flops_convention": FLOPS_CONVENTION}
     cases = Cases("gpu_one_gpu" if cuda and not options.small else None, header, only=options.only)
     shapes = {"small": SMALL} if options.small else {"1B": LLAMA_1B, "8B, 8 layers": LLAMA_8B_WIDE}
-    packed = {name: {**shape, "documents": 8} for name, shape in shapes.items()}
+    of_documents = {name: {**shape, "documents": 8} for name, shape in shapes.items()}
     for name, shape in shapes.items():
         cases.run("training", f"{name} bf16", partial(measure, device, shape, "bf16"))
-    for name, shape in packed.items():
+    for name, shape in of_documents.items():
         cases.run("training", f"{name} bf16, packed", partial(measure, device, shape, "bf16"))
     cases.run("saving", "0.2B", partial(save_stall, device, SMALL if options.small else {**LLAMA_1B, "layers": 3}))
     graph_cases(cases, device, shapes)
-    for name, shape in packed.items() if cuda else ():
+    for name, shape in of_documents.items() if cuda else ():
         cases.run("host waits", name, partial(host_waits, device, {**shape, "layers": 2}))
         cases.run("attention", name, partial(attention_kernels, device, shape))
     step_cases(cases, device, shapes)
     first = next(iter(shapes))
     cases.run("training", f"{first} ac:selective bf16", partial(measure, device, shapes[first], "ac:selective bf16"))
     if cuda:
-        cases.run("training", f"{first} bf16, packed, masks", partial(measure_dense, device, packed[first], "bf16"))
+        cases.run(
+            "training", f"{first} bf16, packed, masks", partial(measure_dense, device, of_documents[first], "bf16")
+        )
     for compiled in (False, True):
         title = f"resume bit for bit{', compiled' * compiled}"
         cases.run("checks", title, partial(check_resume, device, compiled), bool)

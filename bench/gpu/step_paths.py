@@ -215,7 +215,7 @@ def graph_with_calls(device: str, shape: dict[str, int]) -> dict[str, Any]:
     losses: list[list[float]] = []
     cuda = device.startswith("cuda")
     options: dict[str, Any] = {"backend": "nccl", "device_id": torch.device("cuda", 0)} if cuda else {"backend": "gloo"}
-    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
+    dist.init_process_group(init_method="tcp://localhost:0", rank=0, world_size=1, **options)
     try:
         with deterministic(True, False):
             for graphs in (False, True):
