@@ -23,6 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import paired_ratio, write_result
 from meshwright.comm.collectives import all_reduce
 from meshwright.comm.local import LocalRanks
@@ -38,6 +39,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.spec.parameters import parameter_table
 from meshwright.training.optimizer import Optimizer
+from tests.parallel.backward_pass import run_backward
 
 SHAPE = {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 8, "intermediate": 1408, "vocabulary": 8192}
 SEQUENCE, ROWS = 512, 1  # tokens per sequence; sequences per rank and step
@@ -73,7 +75,7 @@ def ours(config: ModelConfig, layout: Layout, dtype: torch.dtype) -> Callable[[A
         targets = count_targets([goals], mesh)()
         parallel.begin_step(1)
         loss = model(tokens, goals, units=parallel.prefetchers[0]) / targets
-        parallel.backward(loss)
+        run_backward(parallel, loss)
         parallel.finish()
         verdict = torch.stack([loss.detach().double(), parallel.squared_norm_share()])
         all_reduce(verdict, mesh.world, "step.verdict")

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import paired_ratio, write_result
 from llama_dtensor import Llama, load, shard, split
 from meshwright.comm.collectives import all_reduce
@@ -42,6 +43,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.spec.parameters import parameter_table
 from meshwright.training.optimizer import Optimizer
+from tests.parallel.backward_pass import run_backward
 
 SHAPE = {"layers": 3, "hidden": 1024, "heads": 16, "kv_heads": 16, "intermediate": 2816, "vocabulary": 8192}
 SEQUENCE, ROWS = 512, 1  # tokens per sequence; sequences per replica and step
@@ -91,7 +93,7 @@ def ours(config: ModelConfig, layout: Layout, dtype: torch.dtype) -> Callable[[A
         targets = count_targets([goals], mesh)()
         parallel.begin_step(1)
         loss = model(tokens, goals, units=parallel.prefetchers[0]) / targets
-        parallel.backward(loss)
+        run_backward(parallel, loss)
         parallel.finish()
         verdict = torch.stack([loss.detach().double() / mesh.tp.size, parallel.squared_norm_share()])
         all_reduce(verdict, mesh.world, "step.verdict")

@@ -26,7 +26,8 @@ class Cases:
 
     name: of the JSON under `bench/results`; without it nothing is written and the document is printed at the end.
     seconds: no case begins later than this after the first; those left out are listed. only: regular expression that a
-    case's "SECTION: TITLE" contains; other cases are not run, and their results in the JSON stay.
+    case's "SECTION: TITLE" contains; other cases are not run, and their results in the JSON stay. "case_seconds" of the
+    document: seconds of each case, the longest first.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class Cases:
             cause = f" <- {error.__cause__}"[-SHOWN_CHARACTERS:] if error.__cause__ else ""
             self.document["failed"][f"{section}: {title}"] = reason[:SHOWN_CHARACTERS] + cause
         shown = self.document["failed"].get(f"{section}: {title}", found)
-        print(f"{section}: {title}  {time.perf_counter() - begun:.1f} s  {shown}", file=sys.stderr, flush=True)
+        seconds = self.document.get("case_seconds", {}) | {f"{section}: {title}": round(time.perf_counter() - begun, 1)}
+        self.document["case_seconds"] = dict(sorted(seconds.items(), key=lambda each: -each[1]))
+        print(f"{section}: {title}  {seconds[f'{section}: {title}']} s  {shown}", file=sys.stderr, flush=True)
         self._write()
         return found
 
@@ -74,7 +77,11 @@ class Cases:
             write_result(self.name, {k: v for k, v in self.document.items() if k not in keys}, quiet=True)
 
     def end(self) -> int:
-        """Print the document where it is not written; the exit code: 1 when a case failed or was left out."""
+        """Print the longest cases, and the document where it is not written; the exit code: 1 when a case failed or was
+        left out."""
+        whole = time.perf_counter() - self.begun
+        longest = [f"{seconds} s {title}" for title, seconds in self.document.get("case_seconds", {}).items()][:10]
+        print(f"{whole:.0f} s, of which {'; '.join(longest)}", file=sys.stderr)
         if self.name is None:
             print(self.document)
         return 1 if self.document["failed"] or self.document["left_out"] else 0

@@ -4,11 +4,13 @@ segments, pinned snapshots, products in chunks. Cases of `one_gpu.py`."""
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from cases import free_memory, step_seconds
 
 from meshwright.checkpoint.snapshot import SnapshotBuffers
@@ -65,18 +67,18 @@ def prefetch_seconds(device: str, shape: dict[str, int]) -> dict[str, float]:
         skip = mock.patch.object(LanguageModelTask, "prefetch_step", lambda task, step: None)
         if name == "loaded":
             with skip:
-                found[name] = step_seconds(trainer.step, 3, 12, cuda)
+                found[name] = step_seconds(trainer.step, 3, 8, cuda)
         else:
-            found[name] = step_seconds(trainer.step, 3, 12, cuda)
+            found[name] = step_seconds(trainer.step, 3, 8, cuda)
         found[f"{name}_data_seconds"] = trainer.clock.seconds()["data"]
         del trainer
     return found
 
 
-def graph_trainer(device: str, shape: dict[str, int], compiled: bool, graphs: bool) -> Any:
+def graph_trainer(device: str, shape: dict[str, int], compiled: bool, graphs: bool, mesh: Mesh | None = None) -> Any:
     """Return a trainer whose forward and backward are a CUDA graph from the third step on, if `graphs`; a CPU, on which
-    the script is tried, has none."""
-    mesh = Mesh.single(Layout.parse("bf16"), device)
+    the script is tried, has none. mesh: of this rank; None: of one device without process groups."""
+    mesh = mesh or Mesh.single(Layout.parse("bf16"), device)
     trainer: Any = synthetic_trainer(shape, "bf16", compile_blocks=compiled, mesh=mesh)
     if graphs and device.startswith("cuda"):
         trainer.task._run_passes = GraphedForwardBackward(trainer.task._launch_passes, trainer.task.passes)
@@ -87,22 +89,22 @@ def graph_trainer(device: str, shape: dict[str, int], compiled: bool, graphs: bo
 
 def graph_ratio(device: str, shape: dict[str, int], compiled: bool) -> dict[str, Any]:
     """Seconds of a step whose kernels are launched one by one and of one that replays a CUDA graph, with their ratio
-    and the peak of reserved memory; whether losses and parameters after six steps with deterministic kernels are equal
-    bit for bit."""
+    and the peak of reserved memory; whether losses and parameters of two layers after six steps with deterministic
+    kernels are equal bit for bit."""
     cuda, found = device.startswith("cuda"), {}
     for name in ("launched", "replayed"):
         if cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         trainer = graph_trainer(device, shape, compiled, name == "replayed")
-        found[f"{name}_seconds"] = step_seconds(trainer.step, 4, 12, cuda)
+        found[f"{name}_seconds"] = step_seconds(trainer.step, 4, 8, cuda)
         found[f"{name}_reserved_bytes"] = torch.cuda.max_memory_reserved() if cuda else 0
         del trainer
         free_memory()
     results = []
     with deterministic(True, compiled):
         for graphs in (False, True):
-            trainer = graph_trainer(device, shape, compiled, graphs)
+            trainer = graph_trainer(device, {**shape, "layers": 2}, compiled, graphs)
             losses = [trainer.step().loss for _ in range(6)]
             results.append((losses, [shard.master.cpu() for shard in trainer.parallel.shards]))
             del trainer
@@ -207,6 +209,45 @@ def chunked_product(device: str, shape: dict[str, int], ranks: int) -> dict[str,
     return seconds | {"difference": float(difference)}
 
 
+def graph_with_calls(device: str, shape: dict[str, int]) -> dict[str, Any]:
+    """Losses of steps whose layers call a communicator of one rank, as under `tp`, launched and replayed with
+    deterministic kernels; whether they are equal, and seconds to close the communicators, which wait for graphs."""
+    losses: list[list[float]] = []
+    cuda = device.startswith("cuda")
+    options: dict[str, Any] = {"backend": "nccl", "device_id": torch.device("cuda", 0)} if cuda else {"backend": "gloo"}
+    dist.init_process_group(init_method="tcp://localhost:0", rank=0, world_size=1, **options)
+    try:
+        with deterministic(True, False):
+            for graphs in (False, True):
+                mesh = Mesh.create(Layout.parse("bf16"), device)
+                mesh.communicator.trivial_calls = True
+                trainer = graph_trainer(device, shape, False, graphs, mesh)
+                losses.append([trainer.step().loss for _ in range(6)])
+                sites = len(mesh.record.sites)
+                begun = time.perf_counter()
+                mesh.close()
+    finally:
+        dist.destroy_process_group()
+    return {"equal": losses[0] == losses[1], "sites": sites, "close_seconds": time.perf_counter() - begun}
+
+
+def graph_cases(cases: Any, device: str, shapes: dict[str, dict[str, int]]) -> None:
+    """Run the cases of CUDA graphs: where launches bound the step first. Arguments: as of `step_cases`."""
+    first, shape = next(iter(shapes.items()))
+    launch_bound = {**shape, "layers": 8, "hidden": 512, "heads": 8, "kv_heads": 8, "intermediate": 1408, "batch": 2}
+    launch_bound |= {"sequence": 512}
+    title = f"{first}, hidden 512, 8 layers"
+    graphs = [(title, launch_bound, False), (f"{title}, packed", {**launch_bound, "documents": 8}, True)]
+    graphs *= device.startswith("cuda")  # a minute a step on a CPU
+    for name, given, compiled in (*graphs, (first, shape, False)):
+        ratio = partial(graph_ratio, device, given, compiled)
+        title = f"{name}{', compiled' * compiled}"
+        cases.run("CUDA graph", title, ratio, lambda found: found["equal_losses"] and found["equal_weights"])
+    less = {**(launch_bound if device.startswith("cuda") else shape), "layers": 2, "sequence": 128}
+    called = partial(graph_with_calls, device, less)
+    cases.run("CUDA graph", "calls over one rank", called, lambda found: found["equal"] and found["sites"] > 4)
+
+
 def step_cases(cases: Any, device: str, shapes: dict[str, dict[str, int]]) -> None:
     """Run all of these; on a CPU to try the script. shapes: by name.
 
@@ -225,16 +266,6 @@ def step_cases(cases: Any, device: str, shapes: dict[str, dict[str, int]]) -> No
         norm = partial(norm_error, device, less)
         cases.run("gradient norm", f"{name}, 2 layers", norm, lambda found: found["error"] < 1e-6)
     first, shape = next(iter(shapes.items()))
-    launch_bound = {**shape, "layers": 8, "hidden": 512, "heads": 8, "kv_heads": 8, "intermediate": 1408, "batch": 2}
-    launch_bound |= {"sequence": 512}
-    graphs = [(first, shape), (f"{first}, packed", {**shape, "documents": 8})]
-    graphs += [(f"{first}, hidden 512, 8 layers", launch_bound)] * cuda  # a minute a step on a CPU
-    for name, given in graphs:
-        for compiled in (False, True):
-            ratio = partial(graph_ratio, device, given, compiled)
-            equal = "equal_losses", "equal_weights"
-            title = f"{name}{', compiled' * compiled}"
-            cases.run("CUDA graph", title, ratio, lambda found, equal=equal: all(found[each] for each in equal))
     cases.run("input", first, partial(prefetch_seconds, device, shape))
     pinned = partial(snapshot_is_pinned, device, {**shape, "layers": 1})
     cases.run(

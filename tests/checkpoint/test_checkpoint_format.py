@@ -6,6 +6,7 @@ import json
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from meshwright.checkpoint import Checkpointer, SaveOptions, loading, verify_checkpoint
 from meshwright.checkpoint.manifest import BLOCK_BYTES, distribute_hashing, hash_blocks, hash_file
 from meshwright.checkpoint.model_files import plan_model_files, split_disk_runs
+from meshwright.checkpoint.snapshot import SnapshotBuffers
 from meshwright.comm.mesh import Mesh
 from meshwright.spec.parameters import parameter_table
 from tests.training.checkpoint_cases import entry_values, state_pieces, tiny
@@ -166,3 +168,19 @@ def test_file_is_hashed_whole_and_by_block(tmp_path, monkeypatch):
     parts = [hashlib.sha256(data[at : at + 1000]).hexdigest() for at in (0, 1000, 2000)]
     assert list(record.blocks) == parts
     assert hash_blocks(tmp_path / "f", False, [2]) == (None, {2: parts[2]})
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_background_save_uses_the_gpu_of_its_rank(device, tmp_path):
+    """Its thread would otherwise copy from the first GPU, where its first call opens a context."""
+    mesh = Mesh.single()
+    checkpointer = Checkpointer(tmp_path, mesh, tiny("llama"))
+    mesh.device = torch.device(device)
+    snapshot = mock.Mock(**{"read_wait.return_value": None})
+    with (
+        mock.patch.object(SnapshotBuffers, "take", lambda buffers, slices: snapshot),
+        mock.patch("meshwright.checkpoint.checkpointer.start_thread") as start,
+    ):
+        checkpointer.save(1, [], {})
+    (_, name, cuda), _ = start.call_args
+    assert (name, cuda) == ("checkpoint 1", device == "cuda")

@@ -38,7 +38,7 @@ from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import preset
 from meshwright.training import language_model, trainer
-from meshwright.training.cuda_graphs import GraphedForwardBackward
+from meshwright.training.cuda_graphs import GRAPH_SITE, GraphedForwardBackward
 from meshwright.verification.cases import CaseBuilder
 from meshwright.verification.grid import GRID
 from meshwright.verification.problem import Problem
@@ -46,7 +46,7 @@ from meshwright.verification.ranks import RankResult, _VerificationRun, run_rank
 from tests.conftest import exhaustive
 from tests.emulation.streams import ComputeStream, StreamFault, StreamRanks
 from tests.flight_recorder.circular_wait import find_circular_wait
-from tests.training.recorded_graph import Capture, RecordedGraph
+from tests.training.recorded_graph import Capture, CapturedCalls, RecordedGraph
 
 LAYOUTS = (  # every axis, ZeRO stage and kind of activation checkpointing, and each kind of schedule
     *("cp3 ac:full", "dp4 zero2 hs2 mb2", "dp2 zero1 cp2:ulysses", "dp2 zero3 tp2 ac:selective"),
@@ -652,38 +652,70 @@ def test_outcome_that_is_read_before_its_copy_has_arrived_is_detected():
 # --- CUDA graphs
 
 
-def run_graph(problem: Problem, text: str, graph: bool) -> list[tuple[float, float]]:
-    """Return loss and gradient norm of each step. graph: True if forward and backward are replayed from the third step
-    on."""
+def run_graph(problem: Problem, text: str, graph: bool, overlap: str = "off") -> tuple[list[tuple[float, float]], Any]:
+    """Return loss and gradient norm of each step, and the byte counts of the calls. graph: True if forward and backward
+    are replayed from the third step on. overlap: of tensor-parallel products with their collectives."""
     layout = Layout.parse(text)
     mesh = Mesh.create(layout)
     this: Any = _VerificationRun(problem, layout, mesh, None)._make_trainer()
     this.updates_early = True
+    mesh.communicator.product_overlap = overlap
     if graph:
         this.task._run_passes = GraphedForwardBackward(this.task._launch_passes, this.passes)
     with mock.patch.object(this.task, "prefetch_step"):
         outcomes = [this.step() for _ in range(problem.steps)]
     mesh.close()
-    return [(outcome.loss, outcome.gradient_norm) for outcome in outcomes]
+    assert not graph or this.task._run_passes._captured is None, "NCCL closes no communicator that a graph uses"
+    return [(outcome.loss, outcome.gradient_norm) for outcome in outcomes], mesh.record.table()
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_replays_of_a_graph_beside_calls_of_data_parallelism_equal_launched_steps(waits: bool):
-    """They differ if the step does not wait for the reductions."""
-    text, wait = "dp2 zero1", "engine.gradients.reducer.finish()"
-    problem = replace(make_problem(Layout.parse(text)), steps=4)
-    with EmulatedRanks(2) as ranks:
-        plain = ranks.run(run_graph, problem, text, False)
+def replay_on_streams(text: str, overlap: str = "off") -> tuple[Any, Any]:
+    """Train four steps, of which two are replays of a graph on simulated streams; return what `run_graph` returns, with
+    and without graph, [rank]."""
+    layout = Layout.parse(text)
+    problem = replace(make_problem(layout), steps=4)
+    with EmulatedRanks(layout.world_size) as ranks:
+        plain = ranks.run(run_graph, problem, text, False, overlap)
     with (
-        StreamRanks(2, seed=3) as ranks,
-        edited(GraphedForwardBackward, "__call__", wait, wait if waits else "pass"),
+        StreamRanks(layout.world_size, seed=3) as ranks,
         mock.patch.multiple(torch.cuda, CUDAGraph=RecordedGraph, graph=Capture),
+        CapturedCalls(ranks.matcher),
     ):
+        found = ranks.run(run_graph, problem, text, True, overlap)
+        calls = read_calls(ranks)
+    assert find_circular_wait(calls) is None
+    replays = [[call for call in each.calls if call.site == GRAPH_SITE] for each in calls]
+    assert {len(each) for each in replays} == {2 * (layout.tp > 1)}
+    return found, plain
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["dp2 zero1", "dp2 zero1 tp2 ac:selective", *exhaustive("tp2 mb2 ac:full", "tp3:nosp", "dp2 tp2 mb2", "tp4")],
+)
+def test_replays_of_a_graph_with_calls_to_other_ranks_equal_launched_steps(text: str):
+    """And so do the counted bytes."""
+    found, plain = replay_on_streams(text)
+    assert found == plain
+    assert all(len({loss for loss, _ in steps}) == 4 for steps, _ in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "old", "new"),
+    [
+        ("dp2 zero1", "__call__", "for reduce in captured.reductions:", "for reduce in captured.reductions[:-2]:"),
+        ("tp2", "__call__", "for reduce in captured.reductions:", "for reduce in captured.reductions[:-1]:"),
+        ("tp2", "_replay", "for each in captured.record.sites.values():", "for each in ():"),
+    ],
+    ids=["reductions are not waited for", "norms' gradients are not summed over tp", "bytes are not counted"],
+)
+def test_planted_fault_in_calls_of_a_graph_is_caught(text: str, name: str, old: str, new: str):
+    with edited(GraphedForwardBackward, name, old, new):
         try:
-            found = ranks.run(run_graph, problem, text, True)
-        except (StreamFault, AssertionError) as error:
-            found = str(error)
-    assert (found == plain) == waits
+            found, plain = replay_on_streams(text)
+        except (StreamFault, AssertionError):
+            return
+    assert found != plain
 
 
 # --- gathered parameters

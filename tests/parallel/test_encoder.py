@@ -19,6 +19,7 @@ from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from tests.packed_documents import documents_from_starts
+from tests.parallel.backward_pass import run_backward
 
 ROWS, SEQUENCE = 8, 20
 MASKED = dataclasses.replace(preset("bert-tiny"), layers=3, vocabulary=97)
@@ -48,7 +49,7 @@ def reduced(config: Any, layout_text: str) -> list:
     parallel.begin_step(len(parts))
     for part in parts:
         documents = documents_from_starts([starts[row] for row in part], SEQUENCE)
-        parallel.backward(model(tokens[part], targets[part], documents, parallel.prefetchers[0]) / count)
+        run_backward(parallel, model(tokens[part], targets[part], documents, parallel.prefetchers[0]) / count)
     parallel.finish()
     mesh.close()
     return parallel.slices_like("gradient", [shard.gradient for shard in parallel.shards], owned=False)

@@ -25,6 +25,7 @@ from meshwright.spec.presets import preset
 from meshwright.verification.problem import Problem, scale_down_config
 from tests.batches import make_batch, share_of
 from tests.conftest import exhaustive
+from tests.parallel.backward_pass import run_backward
 from tests.parallel.stage_cases import tensors_of
 
 LLAMA = scale_down_config(preset("llama-3-8b"), tp=4)  # 4 heads, 2 key-value heads, vocabulary 499
@@ -112,7 +113,7 @@ def one_step(parallel: ZeroEngine, model: Transformer, mesh: Mesh, config: Any, 
     targets = count_targets([torch.from_numpy(batch.targets) for batch in batches], mesh)()
     parallel.begin_step(len(batches))
     for batch in batches:
-        parallel.backward(model(*tensors_of(batch, mesh), parallel.prefetchers[0]) / targets)
+        run_backward(parallel, model(*tensors_of(batch, mesh), parallel.prefetchers[0]) / targets)
     parallel.finish()
 
 

@@ -27,6 +27,7 @@ from meshwright.spec.presets import preset
 from meshwright.verification.problem import Problem, scale_down_config
 from tests.batches import make_batch, share_of
 from tests.conftest import exhaustive
+from tests.parallel.backward_pass import run_backward
 
 LLAMA, GPT2 = scale_down_config(preset("llama-3-8b")), scale_down_config(preset("gpt2"))
 TABLE = parameter_table(LLAMA)
@@ -75,7 +76,7 @@ def one_step(
         targets = count_targets([torch.from_numpy(batch.targets) for batch in batches], mesh)()
         parallel.begin_step(len(batches))
         for batch in batches:
-            parallel.backward(loss_of(model, batch, units=parallel.prefetchers[0]) / targets)
+            run_backward(parallel, loss_of(model, batch, units=parallel.prefetchers[0]) / targets)
         parallel.finish()
     assert all(parameter.grad is None for parameter in model.parameters()), "no second copy of a gradient"
     mesh.close()
@@ -118,7 +119,7 @@ def memory_of_zero3(tied: bool) -> None:
     loss = loss_of(model, batch, units=watch)
     held = {"head", "embedding"} if tied else {"head"}
     assert watch.note() == held, "only the first unit of backward stays unsharded"
-    parallel.backward(loss)
+    run_backward(parallel, loss)
     assert watch.note() == set()
     parallel.finish()
     assert max(len(there - held) for there in watch.seen) <= 2, "a unit and the next one"
@@ -149,7 +150,7 @@ def bytes_of_a_step(layout_text: str) -> dict[tuple[str, str], tuple[int, int]]:
     mesh.record.clear()
     parallel.begin_step(len(batches))
     for batch in batches:
-        parallel.backward(loss_of(model, batch, units=parallel.prefetchers[0]))
+        run_backward(parallel, loss_of(model, batch, units=parallel.prefetchers[0]))
     parallel.finish()
     parallel.all_gather_parameters()
     mesh.close()
@@ -301,7 +302,7 @@ def test_single_device_makes_no_call_and_copies_no_parameter(truth):
     )
     batch = make_batch(PROBLEM, 0)
     parallel.begin_step(1)
-    parallel.backward(loss_of(model, batch, units=parallel.prefetchers[0]) / int((batch.targets != -100).sum()))
+    run_backward(parallel, loss_of(model, batch, units=parallel.prefetchers[0]) / int((batch.targets != -100).sum()))
     parallel.finish()
     assert mesh.record.table() == []
     entries = assembled(parallel.slices_like("gradient", [shard.gradient for shard in parallel.shards], owned=True))
@@ -352,7 +353,7 @@ def test_unused_parameter_has_zero_gradient():
     for shard in parallel.shards:
         shard.gradient.fill_(7.0)
     parallel.begin_step(1)
-    parallel.backward(model.layers[0].mlp.down.weight.sum())
+    run_backward(parallel, model.layers[0].mlp.down.weight.sum())
     parallel.finish()
     entries = assembled(parallel.slices_like("gradient", [shard.gradient for shard in parallel.shards], owned=True))
     assert {name for name, value in entries.items() if bool((value != 0).any())} == {
@@ -366,7 +367,7 @@ def test_discarded_engine_is_garbage_collected():
     parallel = ZeroEngine(model, TABLE, Mesh.single(), seed=3, parameter_dtype=torch.float32)
     parallel.begin_step(1)
     tokens = torch.zeros(1, 4, dtype=torch.int64)
-    parallel.backward(model(tokens, tokens, units=parallel.prefetchers[0]))
+    run_backward(parallel, model(tokens, tokens, units=parallel.prefetchers[0]))
     parallel.finish()
     left = [weakref.ref(parallel), weakref.ref(parallel.gradients), weakref.ref(parallel.shards[0].gradient)]
     del model, parallel, tokens

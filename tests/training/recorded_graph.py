@@ -1,12 +1,22 @@
-"""CUDA graphs without a GPU: a capture records all operators on CPU tensors, a replay runs them on the same tensors."""
+"""CUDA graphs without a GPU: a capture records all operators on CPU tensors, and the calls of emulated ranks to each
+other; a replay runs them on the same tensors, without the Python code that made them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
+from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.emulation.call_matcher import CallMatcher
+from meshwright.emulation.exchange import RankCall
 
 aten = torch.ops.aten
 WAITING = frozenset({
@@ -69,6 +79,9 @@ class Capture(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(each.name == "site" for each in operator._schema.arguments):  # of `comm`: it calls other ranks
+            with self, torch.no_grad():
+                return OPDEFS[operator._schema.name]._init_fn(*args, **kwargs)
         if operator in WAITING:
             raise CaptureFailed(f"the host waits for {operator}")
         parameters = operator._schema.arguments
@@ -89,11 +102,85 @@ class Capture(TorchDispatchMode):
             self.graph.calls.append((operator, args, kwargs, outputs))
         return result
 
+    def __enter__(self) -> Any:
+        _CAPTURES.setdefault(threading.get_ident(), []).append(self)
+        return super().__enter__()
+
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        captures = _CAPTURES[threading.get_ident()]
+        captures.pop()
+        if captures:  # the end of an operator of `comm`
+            return
         for _, _, _, outputs in self.graph.calls:
             for output in outputs:
                 if output.is_floating_point():
                     output.fill_(torch.nan)
         for tensor, value in reversed(self.before):
             tensor.copy_(value)
+
+
+_CAPTURES: dict[int, list[Capture]] = {}
+"""Captures that threads are in."""
+
+
+class _CapturedWork:
+    """Handle of a captured call to other ranks; the wait for it is captured too. post: posts the call and returns its
+    handle. graph: records both."""
+
+    def __init__(self, post: Callable[[], Any], graph: RecordedGraph) -> None:
+        self._post, self._graph = post, graph
+        self._record(self._run)
+
+    def wait(self, *timeout: Any) -> bool:
+        """Wait for the call, now and at this place of each replay."""
+        self._record(lambda: self._work.wait())
+        return True
+
+    def _run(self) -> None:
+        self._work = self._post()
+
+    def _record(self, action: Callable[[], object]) -> None:
+        action()
+        self._graph.calls.append((lambda: action() and None, (), {}, []))
+
+
+class CapturedCalls(ExitStack):
+    """Context manager in which a capture records the calls of emulated ranks to each other. matcher: matches the ranks'
+    calls."""
+
+    def __init__(self, matcher: CallMatcher) -> None:
+        super().__init__()
+        calls = [(matcher, name) for name in ("join", "send", "receive")]
+        for owner, name in (*calls, (dist, "batch_isend_irecv")):
+            self.enter_context(mock.patch.object(owner, name, self._capture(getattr(owner, name))))
+
+    def _capture(self, post: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function `post`, which makes calls to other ranks, with its calls captured."""
+
+        def make(*given: Any, **options: Any) -> Any:
+            captures = _CAPTURES.get(threading.get_ident())
+            if not captures:
+                return post(*given, **options)
+            tensors = [(each.inputs, each.outputs) if isinstance(each, RankCall) else None for each in given]
+
+            def post_again() -> Any:
+                """Post the call with its own tensors: emulation forgets those of a call that has been made."""
+                renewed = [
+                    each if kept is None else replace(each, inputs=kept[0], outputs=kept[1])
+                    for each, kept in zip(given, tensors, strict=True)
+                ]
+                held = _CAPTURES.pop(
+                    threading.get_ident(), []
+                )  # calls of a group of messages are no calls of their own
+                try:
+                    found = post(*renewed, **options)
+                finally:
+                    if held:
+                        _CAPTURES[threading.get_ident()] = held
+                return found[0] if isinstance(found, list) else found
+
+            work = _CapturedWork(post_again, captures[0].graph)
+            return [work] if isinstance(given[0], list) else work
+
+        return make

@@ -95,9 +95,9 @@ def test_planner_offers_what_train_accepts_with_cuda_graphs(tmp_path: Path, monk
     recipes = [Recipe.from_tables(tables | {"train": TABLES["train"] | {"cuda_graphs": it}}) for it in (False, True)]
     launched, graphed = (problem_of(recipe, cpus) for recipe in recipes)
     found = search(graphed, 1000)
-    assert cpus.kind == "cpu" and found.searched == len(found.best) == 12
+    assert cpus.kind == "cpu" and found.searched == len(found.best) == 72
     assert found.best[0].time.seconds == estimate_layout(launched, found.best[0].layout).time.seconds
-    for layout in (*(str(each.layout) for each in found.best), search_fastest_layout(recipes[1], None, print)):
+    for layout in (*(str(each.layout) for each in found.best[::6]), search_fastest_layout(recipes[1], None, print)):
         check_recipe(Recipe.from_tables(recipes[1].to_tables() | {"layout": layout}))
 
 

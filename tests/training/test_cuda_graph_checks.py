@@ -30,12 +30,12 @@ PAIRS = ["data.records=preference", "data.train_on=responses", "data.document_ma
         *(
             (
                 [f"layout={layout}"],
-                "a CUDA graph has no calls to other ranks, which layers under tp, cp and pp make; use dp alone",
+                "a CUDA graph has no calls of layers under cp and pp to other ranks; use dp and tp alone",
             )
-            for layout in ("tp2", "dp2 cp2", "pp2 mb2")
+            for layout in ("tp2 cp2", "dp2 cp2", "pp2 mb2")
         ),
-        (["layout=dp2 zero2"], "a CUDA graph has no calls to other ranks, which layers under zero2 make; use zero1"),
-        (["layout=dp2 zero1"], None),
+        (["layout=dp2 zero2"], "a CUDA graph has no calls of layers under zero2 to other ranks; use zero1"),
+        (["layout=dp2 zero1 tp2"], None),
         (PAIRS, 'a CUDA graph is for objective "next-token"; "dpo" has inputs of changing shapes'),
         (["data.document_mask=true"], None),
         (
@@ -49,12 +49,18 @@ PAIRS = ["data.records=preference", "data.train_on=responses", "data.document_ma
                 "the host reads how many tokens each expert gets, unless layers have sizes that are multiples of 8 and "
                 "are in bf16; write bf16 in the layout",
             )
-            for more in ([], ["layout=dp1 bf16", "model.expert_intermediate=20"], ["layout=dp1 fp16"])
+            for more in (
+                [],
+                ["layout=dp1 bf16", "model.expert_intermediate=20"],
+                ["layout=tp2 bf16", "model.expert_intermediate=24"],
+                ["layout=dp1 fp16"],
+            )
         ),
         ([*OF_EXPERTS, "layout=dp2 zero1 bf16"], None),
+        ([*OF_EXPERTS, "layout=tp2 bf16"], None),
         (
-            [*OF_EXPERTS, "layout=dp2 ep2 bf16"],
-            "a CUDA graph has no calls to other ranks, which experts under ep make; use dp alone",
+            [*OF_EXPERTS, "layout=tp2 ep2 bf16"],
+            "a CUDA graph has no calls of experts under ep to other ranks; use dp and tp alone",
         ),
         ([], None),
     ],

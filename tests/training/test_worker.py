@@ -92,3 +92,22 @@ def test_gpu_process_is_set_up_before_cuda_starts_and_bound_once_threads_are_cho
     with pytest.raises(Passed):
         worker._run_as_rank(load_recipe(tiny_recipe), start, RunDirectory(Path("unused")), None, {})
     assert done == [host_ranks, "cuda:0", "threads", "address of cuda:0"]
+
+
+def test_graphs_are_released_before_communicators_are_closed(tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch):
+    """NCCL closes no communicator over which a CUDA graph has calls."""
+    done, mesh = list[str](), Mesh.single()
+    mesh.communicator.release_graphs = lambda: done.append("released")
+    for owner, name, value in (
+        (worker, "choose_device", lambda wanted, local_rank: "cpu"),
+        (worker, "_set_threads", lambda *_, **__: None),
+        (worker, "separate_compile_caches", lambda rank: None),
+        (rendezvous, "connect_to_store", lambda *_: None),
+        (rendezvous, "initialise_process_group", lambda *_: None),
+        (torch.distributed, "destroy_process_group", lambda: done.append("closed")),
+        (Mesh, "create", lambda *_: mesh),
+    ):
+        monkeypatch.setattr(owner, name, value)
+    start = RendezvousInfo(0, 2, 0, "env://", rendezvous.LAUNCHER)
+    worker._run_as_rank(load_recipe(tiny_recipe), start, RunDirectory(Path("unused")), None, {}, work=lambda *_: {})
+    assert done == ["released", "closed"]

@@ -70,6 +70,8 @@ class Communicator:
         """How tensor-parallel products overlap with their collective calls (`products.choose_product_overlap`)."""
         self.launched_rows: dict[str, tuple[Any, torch.Tensor]] = {}
         """Key of each axis over which rows are in flight (`operators.launch_rows`) -> handle and received rows."""
+        self.release_graphs: Callable[[], None] = lambda: None
+        """Releases CUDA graphs that contain calls; NCCL closes no communicator before (ncclCommDestroy waits)."""
 
     @contextmanager
     def record_new_groups(self, everybody: tuple[int, ...], first: tuple[int, ...], operation: str) -> Iterator[None]:
@@ -307,6 +309,7 @@ class Mesh:
         """Wait for calls in flight, and destroy the process groups that this mesh created. Every rank calls it."""
         for call in [call for call, whose in calls_in_flight.items() if whose is self.communicator]:
             call.settle(SETTLING_SECONDS)
+        self.communicator.release_graphs()
         self.communicator.programs.close()
         for key, axes in list(_axes.items()):  # a reference to a group keeps its connections and threads alive
             axes[:] = [axis for axis in axes if axis.communicator is not self.communicator]

@@ -37,11 +37,13 @@ class Record:
     def __init__(self) -> None:
         self.sites: dict[tuple[str, str, str], SiteRecord] = {}
 
-    def count_call(self, site: str, operation: str, axis: str, payload_bytes: int, sent_bytes: int) -> None:
-        """Count one collective call. site: label of the call. operation: such as "all_reduce". axis: name of the mesh
-        axis. payload_bytes: bytes of the whole vector. sent_bytes: bytes that this rank sends."""
+    def count_call(
+        self, site: str, operation: str, axis: str, payload_bytes: int, sent_bytes: int, calls: int = 1
+    ) -> None:
+        """Count `calls` collective calls. site: label of the calls. operation: such as "all_reduce". axis: name of the
+        mesh axis. payload_bytes: bytes of their whole vectors. sent_bytes: bytes that this rank sends."""
         entry = self.sites.setdefault((site, operation, axis), SiteRecord(site, operation, axis))
-        entry.add(1, payload_bytes, sent_bytes)
+        entry.add(calls, payload_bytes, sent_bytes)
 
     def clear(self) -> None:
         """Reset all counters of collective calls to zero."""

@@ -108,13 +108,13 @@ def check_memory(recipe: Recipe, machine_bytes: int) -> None:
 def check_cuda_graphs(recipe: Recipe, config: ModelConfig) -> None:
     """Raise `UserError` with the first reason why forward and backward of the recipe cannot be one CUDA graph, if
     `train.cuda_graphs` is set, on any device. A graph repeats the kernels of one step on other values: neither shapes
-    nor numbers that the host reads may change from step to step, and calls to other ranks, each of which is recorded
-    and watched, are no part of it: those of ZeRO-0 and 1 are made before and after it.
+    nor numbers that the host reads may change from step to step. Of the calls to other ranks those of `tp` are part of
+    it; those of ZeRO-0 and 1 are made before and after it.
 
     config: architecture of the recipe's model."""
     layout = recipe.parsed_layout
     problem = None
-    sizes = [config.hidden, config.expert_intermediate]
+    sizes = [config.hidden, config.expert_intermediate // layout.tp]
     if config.adapter and any(entry.expert is not None for entry in parameter_table(config).trained.entries):
         sizes.append(config.adapter.rank)
     scores = "a softcap" if config.attention_softcap else ""  # of which the host makes every mask
@@ -125,14 +125,14 @@ def check_cuda_graphs(recipe: Recipe, config: ModelConfig) -> None:
     made_by_host = (
         f"a replay of a CUDA graph makes no copies of the host's masks, which attention with {kind} needs for"
     )
-    if layout.world_size > layout.dp:
-        problem = "a CUDA graph has no calls to other ranks, which layers under tp, cp and pp make; use dp alone"
+    if layout.world_size > layout.dp * layout.tp:
+        problem = "a CUDA graph has no calls of layers under cp and pp to other ranks; use dp and tp alone"
     elif layout.zero > 1:
-        problem = f"a CUDA graph has no calls to other ranks, which layers under zero{layout.zero} make; use zero1"
+        problem = f"a CUDA graph has no calls of layers under zero{layout.zero} to other ranks; use zero1"
     elif recipe.objective != "next-token":
         problem = f'a CUDA graph is for objective "next-token"; "{recipe.objective}" has inputs of changing shapes'
     elif layout.expert_parallel:
-        problem = "a CUDA graph has no calls to other ranks, which experts under ep make; use dp alone"
+        problem = "a CUDA graph has no calls of experts under ep to other ranks; use dp and tp alone"
     elif config.experts and (layout.precision != "bf16" or any(size % 8 for size in sizes)):
         problem = (
             "the host reads how many tokens each expert gets, unless layers have sizes that are multiples of 8 and are "

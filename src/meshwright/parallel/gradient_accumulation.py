@@ -81,7 +81,7 @@ class GradientAccumulator:
         announced have taken place."""
         left = [name for name, passes in self._passes.items() if passes]
         assert not left, f"passes are missing: {left}"
-        self.reducer.finish()
+        self.reducer.launch(self.reducer.finish)
 
     # --- one pass
 

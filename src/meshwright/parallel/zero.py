@@ -225,8 +225,8 @@ class GradientReducer:
         self._in_flight: deque[tuple[Handle, Callable[[], None]]] = deque()
         """Reductions, oldest first, and the functions to call at their completion."""
         self.launch: Callable[[Callable[[], None]], None] = lambda start: start()
-        """Called with a function that starts a reduction; by default it is called. The capture of a CUDA graph stores
-        the function, which is then called after each replay."""
+        """Called with each function that starts reductions or waits for them, in order; by default the function is
+        called. The capture of a CUDA graph stores these functions, which are then called after each replay."""
         self.begin_step()
 
     def begin_step(self) -> None:

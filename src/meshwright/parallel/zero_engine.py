@@ -149,14 +149,6 @@ class ZeroEngine:
                 passes[name] += count
         self.gradients.begin_step(passes)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward pass of one micro-batch from its scalar `loss`. Only for a model that is a single pipeline
-        stage."""
-        (stage,) = self.partition.stages
-        self.start_pass(stage)
-        loss.backward()
-        self.end_pass(stage)
-
     def start_pass(self, stage: Stage, split: bool = False) -> BackwardPass:
         """Start a backward pass of one micro-batch through a stage and return the state of the pass. `split`: True if
         the pass first computes only input gradients, until `pause_pass` is called."""
@@ -181,7 +173,7 @@ class ZeroEngine:
         for unit in self._units.values():
             if unit.pending_all_gather is not None:  # unused in this step, and updated next
                 unit.unshard()
-        self._partial.all_reduce()
+        self.gradients.reducer.launch(self._partial.all_reduce)
 
     def squared_norm_share(self) -> torch.Tensor:
         """Return this rank's contribution to the squared global gradient norm, float64 scalar; the contributions of all

@@ -2,21 +2,25 @@
 
 As Megatron-LM's full-iteration graphs (`--cuda-graph-impl full_iteration`) and torchtitan's, the graph spans all micro-
 batches of the step. Its inputs are tokens, targets, document boundaries and divisor of the loss, its results the loss
-and the gradients, which lie in the flat buffers of the ZeRO engine. The calls of data parallelism stay outside of it,
-so that they are recorded and watched: all-gathers of parameters end before a replay, reductions of gradients begin
-after it. So do gradient norm, clipping and update, with a learning rate that changes.
+and the gradients, which lie in the flat buffers of the ZeRO engine. The calls of tensor parallelism within layers are
+in the graph; a replay records and watches them as one call. The calls of data parallelism stay outside of it:
+all-gathers of parameters end before a replay, reductions of gradients begin after it. So do gradient norm, clipping and
+update, with a learning rate that changes.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from meshwright.comm.record import Record
 from meshwright.errors import UserError
+from meshwright.flight_recorder.call_ring import CallWriter
 from meshwright.model import varlen_attention
 from meshwright.model.documents import Documents, MicroBatch, move
 from meshwright.monitoring.clock import IN_GRAPH
@@ -45,26 +49,65 @@ RunPasses = Callable[[Sequence[MicroBatch], Divisor], torch.Tensor]
 """Function (micro-batches, divisor of the loss) -> float64 [1 + metrics]: `Task.forward_backward`."""
 
 
+GRAPH_SITE = "layers"
+"""Site under which the flight recorder has a replay of a graph's collective calls."""
+
+
+class _CapturedCalls(CallWriter):
+    """Recorder of the collective calls that a capture queues. They are made at each replay, which records them as one
+    call of each process group: the host sees no end of one before that of the graph.
+
+    calls: recorder of this process. `payloads`: bytes of the captured calls, by (number of the process group, name of
+    the mesh axis)."""
+
+    def __init__(self, calls: CallWriter) -> None:
+        super().__init__()
+        self._calls = calls
+        self.payloads: Counter[tuple[int, str]] = Counter()
+
+    def register_group(self, ranks: Sequence[int], pair: tuple[int, int] | None = None) -> int:
+        """Register a group in the recorder of this process; see `CallWriter.register_group`."""
+        return self._calls.register_group(ranks, pair)
+
+    def count_calls(self, group: int) -> int:
+        """Return the number of calls in a group that have been made; those captured are not among them."""
+        return self._calls.count_calls(group)
+
+    def post(self, group: int, site: str, operation: str, axis: str, payload_bytes: int, dtype: Any, shape: Any) -> int:
+        """Add the bytes of a captured call to `payloads`; return 0. Arguments: see `CallWriter.post`."""
+        self.payloads[group, axis] += payload_bytes
+        return 0
+
+    def wait(self, number: int) -> None:
+        """Do nothing: in a capture, streams wait, and the host does not."""
+
+    def done(self, number: int) -> None:
+        """Do nothing: captured calls have not been made."""
+
+
 class _CapturedStep(NamedTuple):
     """CUDA graph of a step's forward and backward.
 
     graph: the graph. micro_batches: micro-batches that it reads. inputs: their tensors, then the divisor of the loss;
     each replay reads the values that these tensors hold. shares: result that each replay overwrites. reductions:
-    functions that start the reductions of the gradients, in backward order."""
+    functions that start and end the reductions of the gradients, in the order of backward. record, payloads: number and
+    bytes of the collective calls in the graph, for the byte counts and for the flight recorder."""
 
     graph: torch.cuda.CUDAGraph
     micro_batches: Sequence[MicroBatch]
     inputs: list[torch.Tensor]
     shares: torch.Tensor
     reductions: list[Callable[[], None]]
+    record: Record
+    payloads: Counter[tuple[int, str]]
 
 
 class FixedDocuments:
     """Document boundaries of packed micro-batches whose shapes, and what the host reads of them, stay the same as long
     as no micro-batch has more documents than those before it, padded (`spec.chunks.pad_document_count`).
 
-    heads: query heads; if given, gradients have the same bits however many documents are padded, as a resumed run
-    begins with fewer. (A deterministic backward of flash attention adds up in an order that depends on documents x
+    heads: query heads of a rank; if given, gradients have the same bits however many documents are padded, as a resumed
+    run begins with fewer. (A deterministic backward of flash attention adds up in an order that depends on documents x
     heads, while these are fewer than the multiprocessors: flash_attn/flash_api.cpp, `nsplits`.)"""
 
     def __init__(self, heads: int | None = None) -> None:
@@ -93,8 +136,8 @@ class GraphedForwardBackward:
     graph is captured.
 
     run: runs forward and backward without a graph. Its calls with tensors of the same shapes must launch the same
-    kernels, without a wait of the host, and call other ranks only to all-gather parameters and reduce gradients, each
-    once (`launcher.recipe_checks.check_cuda_graphs`).
+    kernels and calls to other ranks, without a wait of the host, and all-gather parameters and reduce gradients once
+    (`launcher.recipe_checks.check_cuda_graphs`).
     passes: object that marks the phases of the step for the trainer's clock."""
 
     def __init__(self, run: RunPasses, passes: ForwardBackward) -> None:
@@ -103,6 +146,12 @@ class GraphedForwardBackward:
         self._captured: _CapturedStep | None = None
         self._shapes: list[torch.Size] = []
         """Shapes of the tensors in the last micro-batches."""
+        passes.engine.mesh.communicator.release_graphs = self.release
+
+    def release(self) -> None:
+        """Release the captured graph; the next step captures another. A communicator of NCCL that is being closed waits
+        until no graph has calls over it."""
+        self._captured = None
 
     def __call__(self, micro_batches: Sequence[MicroBatch], divisor: Divisor) -> torch.Tensor:
         """Run forward and backward of `micro_batches`, whose summed loss is divided by `divisor`; return what the
@@ -125,13 +174,28 @@ class GraphedForwardBackward:
         for tensor, value in zip(captured.inputs, given, strict=True):
             assert tensor.shape == value.shape and tensor.dtype == value.dtype, "a CUDA graph has inputs of fixed shape"
             tensor.copy_(value)
-        captured.graph.replay()
+        self._replay(captured)
         self._passes.mark(IN_GRAPH)
-        for start in captured.reductions:
-            start()
-        engine.gradients.reducer.finish()
+        for reduce in captured.reductions:
+            reduce()
         self._passes.mark("reduce")
         return captured.shares
+
+    def _replay(self, captured: _CapturedStep) -> None:
+        """Replay a graph, and record its collective calls as if they were made now: in the byte counts each under its
+        site, in the flight recorder as one call of each process group."""
+        communicator = self._passes.engine.mesh.communicator
+        calls, record = communicator.calls, communicator.record
+        numbers = [
+            calls.post(group, GRAPH_SITE, "CUDA graph", axis, payload, torch.uint8, (payload,))
+            for (group, axis), payload in captured.payloads.items()
+        ]
+        captured.graph.replay()
+        for number in numbers:
+            calls.wait(number)
+            calls.done(number)
+        for each in captured.record.sites.values():
+            record.count_call(each.site, each.operation, each.axis, each.payload_bytes, each.sent_bytes, each.calls)
 
     def _capture(self, micro_batches: Sequence[MicroBatch], inputs: list[torch.Tensor]) -> _CapturedStep:
         """Capture forward and backward of `micro_batches` without running them. inputs: the tensors of `micro_batches`,
@@ -140,16 +204,20 @@ class GraphedForwardBackward:
         Other threads may use the GPU meanwhile, as a background save does."""
         graph = torch.cuda.CUDAGraph()
         reductions: list[Callable[[], None]] = []
-        reducer = self._passes.engine.gradients.reducer
+        reducer, communicator = self._passes.engine.gradients.reducer, self._passes.engine.mesh.communicator
+        captured_calls, captured_record = _CapturedCalls(communicator.calls), Record()
         launch, reducer.launch = reducer.launch, reductions.append
         mark, self._passes.mark = self._passes.mark, lambda part: None  # a captured event has no time
+        calls, communicator.calls = communicator.calls, captured_calls
+        record, communicator.record = communicator.record, captured_record
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 shares = self._run(micro_batches, inputs[-1])
         finally:
+            communicator.calls, communicator.record = calls, record
             self._passes.mark = mark
             reducer.launch = launch
-        return _CapturedStep(graph, micro_batches, inputs, shares, reductions)
+        return _CapturedStep(graph, micro_batches, inputs, shares, reductions, captured_record, captured_calls.payloads)
 
     def _evaluate(self, divisor: Divisor) -> torch.Tensor:
         """Return the value of `divisor` as a scalar tensor on the device of the model, which waits for the all-reduce
@@ -173,5 +241,5 @@ def graph_passes(
             f"{recipe.where('train.cuda_graphs')}: train.cuda_graphs: a graph with experts needs a GPU of compute "
             f"capability 9 or 10 (Hopper, Blackwell), and this one has {major}.{minor}; set train.cuda_graphs=false"
         )
-    heads = config.heads if recipe.train.deterministic else None
+    heads = config.heads // passes.engine.mesh.tp.size if recipe.train.deterministic else None
     return GraphedForwardBackward(run, passes), FixedDocuments(heads) if recipe.data.document_mask else None

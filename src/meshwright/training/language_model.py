@@ -77,9 +77,9 @@ class LanguageModelTask:
         self.table = parameter_table(config)
         arithmetic = arithmetic or Arithmetic(PARAMETER_DTYPES[layout.precision or "fp32"])
         set_matmul_precision(layout.precision, mesh.device)
-        mesh.communicator.product_overlap = choose_product_overlap(
-            recipe.train.tensor_overlap, mesh.tp, layout.tensor_sequence_parallel
-        )
+        graphs = recipe.train.cuda_graphs and mesh.device.type in CAPTURING_DEVICES
+        fuses = layout.tensor_sequence_parallel and not graphs  # symmetric memory in a graph has not been tried
+        mesh.communicator.product_overlap = choose_product_overlap(recipe.train.tensor_overlap, mesh.tp, fuses)
         self.model, self.parallel, program = parallelize(
             config,
             mesh,
@@ -107,7 +107,7 @@ class LanguageModelTask:
         self._batches = BatchPrefetcher(self._load_step, torch.device(mesh.device))
         self._run_passes: RunPasses = self._launch_passes
         self._fixed_documents: FixedDocuments | None = None
-        if recipe.train.cuda_graphs and mesh.device.type in CAPTURING_DEVICES:
+        if graphs:
             self._run_passes, self._fixed_documents = graph_passes(self._launch_passes, self.passes, recipe, config)
 
     # --- a step

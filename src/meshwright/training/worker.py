@@ -151,6 +151,7 @@ def _run_as_rank(
     if device.startswith("cuda"):
         bind_to_gpu_cores(get_pci_address(device))  # after the number of threads was chosen from all cores
     calls = None
+    mesh: Mesh | None = None
     try:
         if lock:
             _lock_run_directory(directory, start, store)
@@ -173,6 +174,8 @@ def _run_as_rank(
             calls.close()
         if start.rank == 0:
             directory.close()
+        if mesh is not None:
+            mesh.communicator.release_graphs()
         if start.ranks > 1 and not joined and sys.exc_info()[0] is None:
             dist.destroy_process_group()
 

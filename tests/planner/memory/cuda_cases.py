@@ -150,7 +150,7 @@ if __name__ == "__main__":
     from meshwright.parallel import expert, ring_spans
     from meshwright.parallel.context import shard_sequences
     from meshwright.parallel.parallelize import build_axes
-    from meshwright.parallel.step import ForwardBackward
+    from meshwright.parallel.step import ForwardBackward, count_targets, loss_share
     from meshwright.parallel.zero_engine import ZeroEngine
     from meshwright.planner.cost.engines import choose_run_engine
     from meshwright.planner.cost.micro_batch import Routed
@@ -162,8 +162,8 @@ if __name__ == "__main__":
     from meshwright.spec.presets import preset
     from meshwright.spec.stage_times import program_for
     from meshwright.training.cuda_graphs import FixedDocuments, GraphedForwardBackward
-    from meshwright.training.optimizer import Optimizer
     from meshwright.training.precision import PARAMETER_DTYPES
+    from meshwright.training.trainer import Trainer
     from tests.planner.memory.saved_cases import Case, Watched, difference, watch
 
     aten = torch.ops.aten
@@ -381,11 +381,14 @@ if __name__ == "__main__":
         def exchanged(ends: Sequence[Any]) -> list[Work]:
             return [Work(*(tensor for _, tensor, *_ in ends))]
 
+        def event(enable_timing: bool) -> Any:
+            return mock.Mock(**{"elapsed_time.return_value": 1.0})
+
         calls = {"all_reduce": posted, "broadcast": posted, "all_to_all_single": posted, "barrier": posted}
         with (
             mock.patch.multiple(dist, **calls, batch_isend_irecv=exchanged, P2POp=lambda *end: end),
             mock.patch.object(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl"),
-            mock.patch.object(torch.cuda, "current_stream"),  # which the barrier waits for
+            mock.patch.multiple(torch.cuda, current_stream=mock.DEFAULT, Event=event),
             mock.patch.multiple(transport, native_reduce_scatter=posted, native_all_gather=posted),
         ):
             yield
@@ -444,6 +447,10 @@ if __name__ == "__main__":
                 tensor.flatten()[0].item()
             return 0, 1
 
+        def unpinned(make: Any) -> Any:
+            """Return the function `make`, which makes a tensor, for host memory that no GPU reads."""
+            return lambda *given, pin_memory=False, **options: make(*given, **options)
+
         def read_on_host(*vectors: torch.Tensor) -> list[list[int]]:
             """As if routers had chosen all experts equally often."""
             torch.cat(vectors)[0].item()
@@ -464,6 +471,7 @@ if __name__ == "__main__":
             enter(mock.patch.multiple(varlen_attention, **lengths))
             enter(mock.patch.object(Mesh, "create", mesh_of))
             enter(mock.patch.multiple(torch.Tensor, pin_memory=lambda tensor: tensor, aminmax=aminmax))
+            enter(mock.patch.multiple(torch, tensor=unpinned(torch.tensor), empty_like=unpinned(torch.empty_like)))
             enter(nccl())
             yield
 
@@ -522,7 +530,6 @@ if __name__ == "__main__":
             )  # fmt: skip
             parallel = ZeroEngine(model, table, mesh, seed=None, parameter_dtype=dtype, partition=partition)
             train = TrainRecipe(steps=3, batch=case.batch, learning_rate=1e-3, optimizer=case.optimizer)
-            optimizer = Optimizer(parallel.shards, train)
             passes = ForwardBackward(model, parallel, program)
             latest: list[Any] = []
             fixed = FixedDocuments()
@@ -549,10 +556,17 @@ if __name__ == "__main__":
                     loaded.append(shard_sequences(*parts, documents, mesh))
                 return loaded
 
+            task: Any = SimpleNamespace(
+                recipe=SimpleNamespace(train=train), layout=layout, mesh=mesh, parallel=parallel, passes=passes,
+                load_step=lambda step: micro_batches, prefetch_step=lambda step: None,
+                count_terms=lambda given: count_targets([each.targets_BS for each in given], mesh),
+                forward_backward=lambda *given: loss_share(launch(*given), mesh)[None],
+            )  # fmt: skip
+            trainer = Trainer(task)
+
             def once() -> None:
-                launch(micro_batches, torch.full((), 1000.0, device=device))
-                optimizer.step(1e-3)
-                parallel.all_gather_parameters()
+                trainer.launch_step()
+                trainer._outcomes.clear()  # the host waits for it when it reads it
                 parallel.begin_step(0)
 
             micro_batches = load()
@@ -569,7 +583,7 @@ if __name__ == "__main__":
             peak, highest = allocator.peak, allocator.by_operator()
             waits = sorted(allocator.host_waits)
             latest.clear()
-            del micro_batches, model, parallel, optimizer, passes, launch
+            del micro_batches, model, parallel, passes, launch, task, trainer
             kept = forward(case, config, layout) if case.saved else None
         items = sorted(((each.bytes, f"{each.category} {each.name}") for each in predicted.items), reverse=True)
         unexpected, missing = difference(kept) if kept else ([], [])

@@ -29,6 +29,7 @@ from meshwright.spec.stages import whole_model
 from meshwright.spec.work import count_predictions
 from meshwright.training.optimizer import Optimizer
 from tests.packed_documents import documents_from_starts
+from tests.parallel.backward_pass import run_backward
 from tests.planner.memory.ledger_cases import Measured, highest, live_bytes
 from tests.planner.memory.saved_cases import Storages, Watched
 
@@ -170,7 +171,7 @@ def measure(step: EncoderStep) -> Measured:
     def once() -> None:
         parallel.begin_step(layout.micro_batches)
         for tokens, targets, documents in micro_batches:
-            parallel.backward(model(tokens, targets, documents, parallel.prefetchers[0]) / 10)
+            run_backward(parallel, model(tokens, targets, documents, parallel.prefetchers[0]) / 10)
         parallel.finish()
         optimizer.step(1e-3)
         parallel.all_gather_parameters()

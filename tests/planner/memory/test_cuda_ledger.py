@@ -18,7 +18,7 @@ CASES = [
     CudaStep("llama-1b", "bf16", 8, 4096, TWO, documents=4, saved=True),
     CudaStep("gpt2-xl", "bf16", 8, 1024, TWO, saved=True, hopper=True),
     # Tokens are 0.6% of what stays between steps.
-    CudaStep("llama-1b", "dp4 zero1 mb2 bf16", 32, 512, SMALL, graphs=True, documents=4),
+    CudaStep("llama-1b", "dp4 zero1 mb2 tp2 bf16", 32, 512, SMALL, graphs=True, documents=4),
     CudaStep("llama-1b", "dp4 zero3 mb2 tp2 bf16", 16, 4096, TWO, rank=3, saved=True),
     CudaStep("llama-1b", "dp4 zero3 ac:full bf16", 8, 512, FOUR | {"tied": False}),  # peak when the head is unsharded
     CudaStep("llama-1b", "pp2:zb-h1 mb4 bf16", 8, 4096, FOUR),

@@ -143,12 +143,12 @@ class Engine:
 
     def overlapped(self, setting: str, device: str, graphs: bool = False) -> Engine:
         """Return this engine as a run of the engine `meshwright` has it: tensor-parallel products overlap with their
-        collectives if `setting` says so; `graphs`, on any device, allows no axis but data parallelism, which does not
+        collectives if `setting` says so; `graphs`, on any device, allows `tp` and data parallelism, which does not
         overlap with a CUDA graph that the host launches at once. setting: `train.tensor_overlap`; device: "cpu" or
         "cuda"; graphs: `train.cuda_graphs`. Other engines are returned as they are."""
         overlaps = setting == "chunks" or (setting == "auto" and device == "cuda")
         found = replace(self, overlaps_tensor="products") if overlaps else self
-        found = replace(found, axes=(), zero=(0, 1)) if graphs else found
+        found = replace(found, axes=("tp",), zero=(0, 1)) if graphs else found
         found = replace(found, overlaps_data=False, host_seconds=0.0) if graphs and device == "cuda" else found
         return found if self.name == "meshwright" else self
 
