@@ -340,16 +340,18 @@ def test_products_that_overlap_with_collectives_on_streams_equal_blocking_step(t
 
 
 ADAPTED = replace(preset("qwen3-0.6b"), adapter=AdapterConfig("lora", 3, 6.0, random_b=True))
-UNGATED = preset("dots1-tiny")
-"""Model whose shared expert has no gate."""
+UNGATED, GATED = preset("dots1-tiny"), preset("qwen2-moe-tiny")
+"""Models whose shared expert has no gate, and a sigmoid gate."""
 
 
 @pytest.mark.parametrize(
     ("text", "config"),
     [
-        *(("tp2 ac:full", ADAPTED), ("tp2 ep2", UNGATED)),
+        *(("tp2 ac:full", ADAPTED), ("tp2 ep2 ac:selective", GATED)),
+        *exhaustive(("tp2 ep2", UNGATED), ("tp2 ep2 ac:selective", UNGATED)),
         *exhaustive(("tp3", ADAPTED), ("tp3:nosp", ADAPTED), ("tp2 ac:selective", ADAPTED), ("dp2 tp2 ep2", UNGATED)),
         *exhaustive(("dp2 tp2:nosp ep2 ac:selective", UNGATED), ("tp2 ep2 ac:full", UNGATED)),
+        *exhaustive(("tp2:nosp ep2", GATED), ("dp2 tp2:nosp ep2 ac:full", GATED), ("dp2 tp2 ep4", GATED)),
     ],
 )
 def test_products_of_adapters_and_of_shared_experts_overlap_with_collectives_too(text: str, config: ModelConfig):
@@ -359,11 +361,29 @@ def test_products_of_adapters_and_of_shared_experts_overlap_with_collectives_too
         calls = read_calls(ranks)
     assert find_difference(found, train_plain(text, config), 1e-12) is None
     assert find_circular_wait(calls) is None
-    whole = ("mlp.input", "attention.input") * ("selective" in text and config is ADAPTED)  # gathered again
+    whole = ("mlp.input", "attention.input") * ("selective" in text)  # gathered again
     for each in calls if layout.tensor_sequence_parallel else ():
         of_layers = [call for call in each.calls if call.axis == "tp" and call.site.startswith(("attention.", "mlp."))]
         sites = {call.site.removesuffix(".backward") for call in of_layers if not call.operation.startswith("rotate")}
         assert of_layers and sites == set(whole)
+
+
+@pytest.mark.parametrize("config", [GATED, *exhaustive(UNGATED)])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("multiply_and_scatter", "tp2 ep2"),
+        *exhaustive(("multiply_gathered", "tp2 ep2"), ("multiply_and_reduce", "tp2:nosp ep2")),
+    ],
+)
+def test_missing_wait_in_products_of_shared_experts_is_caught_on_streams(name: str, text: str, config: ModelConfig):
+    plain, wait = train_plain(text, config), "handle.wait()"
+    with StreamRanks(2) as ranks, edited(products, name, wait, f'site.startswith("attention") and {wait}'):
+        try:
+            found = find_difference(train(ranks, Layout.parse(text), True, config), plain, 1e-12)
+        except StreamFault as error:
+            found = str(error)
+    assert found is not None
 
 
 def meet_others() -> list[tuple[float, float]]:

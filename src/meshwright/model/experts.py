@@ -10,6 +10,7 @@ by expert), F an expert's width.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,8 +43,9 @@ class Mixture(nn.Module):
         self.experts = Experts(config, axes, **options)
         width = config.shared_intermediate // axes.tensor.size
         # Its partial sums are added to those of the routed experts: one reduction over tp covers both. Under expert
-        # parallelism it has its own calls, with which its products overlap unless a gate comes in between.
-        of_shared = axes if self.expert_parallel and not config.shared_gate else SINGLE_DEVICE
+        # parallelism it has its own calls, with which its products overlap. The backward of a gate reads its output.
+        of_shared = axes if self.expert_parallel else SINGLE_DEVICE
+        of_shared = replace(of_shared, recompute=Recompute()) if config.shared_gate else of_shared
         self.shared = FeedForward(config, of_shared, width, **options) if width else None
         self.shared_gate = Linear(config.hidden, 1, bias=False, **options) if config.shared_gate else None
         self.discard = (Recompute() if config.post_norms else axes.recompute).discard  # a post-norm reads the output
@@ -74,11 +76,8 @@ class Mixture(nn.Module):
 
         def compute_shared() -> None:
             """Compute the output of the shared expert, if there is one, while the dispatched tokens are in flight."""
-            if self.shared is not None and self.shared_gate is None:
-                shared.append(self.shared(x_BSH))
-            elif self.shared is not None:
-                partial_BSH = self._forward_shared(self.tensor.enter(x_BSH, "mlp.input"))
-                shared.append(self.discard(self.tensor.leave(partial_BSH, "mlp.output")))
+            if self.shared is not None:
+                shared.append(self._forward_shared(x_BSH))
 
         y_BSH, loss = self._forward_routed(own_BSH, counted_B, compute_shared)
         if not slices:
@@ -105,7 +104,7 @@ class Mixture(nn.Module):
 
     def _forward_shared(self, x_BSH: Tensor) -> Tensor:
         """Return the output [B, S, H] of the shared expert for `x_BSH`, times its sigmoid gate if it has one. With
-        tensor parallelism the result is this rank's partial sum."""
+        tensor parallelism, but not expert parallelism, the result is this rank's partial sum."""
         assert self.shared is not None
         y_BSH = self.shared(x_BSH)
         return self.discard(y_BSH) if self.shared_gate is None else F.sigmoid(self.shared_gate(x_BSH)) * y_BSH

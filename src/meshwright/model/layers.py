@@ -83,11 +83,15 @@ class ParallelLinear(Linear):
         self.tensor = tensor
         self.site = site
 
+    def can_overlap(self, column: bool) -> bool:
+        """Return True if the layer's products can overlap with their collective calls: its weight is not packed, or one
+        function computes them together with those of an adapter. `column`: True for a column-parallel layer."""
+        return self.packed is None if self.adapter is None else self.adapter.can_overlap(self, column)
+
     def find_overlap(self, column: bool) -> Overlap | None:
         """Return the overlap of the layer's products with their collective calls; None: there is none. `column`: True
         for a column-parallel layer."""
-        able = self.packed is None if self.adapter is None else self.adapter.can_overlap(self, column)
-        return self.tensor.overlap(column, self.site) if able else None
+        return self.tensor.overlap(column, self.site) if self.can_overlap(column) else None
 
 
 class ColumnParallelLinear(ParallelLinear):

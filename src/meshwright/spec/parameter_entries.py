@@ -124,7 +124,8 @@ class ParameterEntry:
         active: Fraction of all tokens that use the entry, below 1 for routed experts.
         partial: Reason why tp ranks that hold the same values compute only partial gradients of them. "sequence": the
             ranks see different tokens under sequence parallelism; "heads": the ranks compute different heads or expert
-            columns. None: each rank computes the complete gradient.
+            columns; "gate": these, or under expert parallelism, where a gate multiplies the sum over the ranks,
+            different tokens. None: each rank computes the complete gradient.
         balances: True for a bias on router scores that balances the experts' load. Its gradient is the load of its
             expert minus the mean load; it is excluded from the gradient norm, and the optimizer follows its sign.
         trainable: False for a frozen parameter of a model with an adapter: it is held, and sharded like any other, but
@@ -146,7 +147,7 @@ class ParameterEntry:
     blocks: tuple[int, ...] = ()
     granularity: int = 1
     remainder: Literal["refuse", "replicate", "pad"] = "refuse"
-    partial: Literal["sequence", "heads"] | None = None
+    partial: Literal["sequence", "heads", "gate"] | None = None
     initial: Initial
     decay: bool
     rate: float = 1.0
@@ -242,7 +243,8 @@ class ParameterEntry:
         all-reduced over the ``replicas(layout)`` consecutive ranks with the same values."""
         if not self.trainable or self.replicas(layout) == 1:
             return None
-        partial = self.partial == "heads" or (self.partial == "sequence" and layout.tensor_sequence_parallel)
+        by_tokens = self.partial == "sequence" or (self.partial == "gate" and layout.expert_parallel)
+        partial = layout.tensor_sequence_parallel if by_tokens else self.partial is not None
         return self.width_axis(layout) if partial else None
 
     def local_shape(self, layout: Layout) -> tuple[int, ...]:

@@ -100,7 +100,7 @@ class _Sharding:
     blocks: tuple[int, ...] = ()
     granularity: int = 1
     remainder: Literal["refuse", "replicate", "pad"] = "refuse"
-    partial: Literal["sequence", "heads"] | None = None
+    partial: Literal["sequence", "heads", "gate"] | None = None
 
 
 _BY_TOKENS, _BY_HEADS = _Sharding(partial="sequence"), _Sharding(partial="heads")
@@ -292,7 +292,8 @@ class _Builder:
         if config.shared_intermediate:
             self.add_feed_forward(unit, f"{mlp}.shared", layer, config.shared_intermediate, "shared_")
         if config.shared_gate:
-            self.add(_EntryPosition(unit, "shared_expert_gate", layer, f"{mlp}.shared_gate"), (1, hidden), _BY_HEADS)
+            place = _EntryPosition(unit, "shared_expert_gate", layer, f"{mlp}.shared_gate")
+            self.add(place, (1, hidden), _Sharding(partial="gate"))
 
     def add_linear(self, place: _EntryPosition, output: int, inputs: int, cut: _Sharding, *, bias: bool) -> None:
         """Append the entry of a weight [output, inputs]. place: its position in the model. cut: its sharding; a split

@@ -44,6 +44,7 @@ from meshwright.training.batch_prefetch import BatchPrefetcher
 from meshwright.training.cuda_graphs import CAPTURING_DEVICES, FixedDocuments, RunPasses, graph_passes
 from meshwright.training.distillation import Distillation
 from meshwright.training.distillation_loss import make_distillation
+from meshwright.training.exposed_layers import format_exposed_layers
 from meshwright.training.objective import NextToken, Objective
 from meshwright.training.precision import PARAMETER_DTYPES, Arithmetic, set_matmul_precision
 from meshwright.training.preference import MISMATCHED, Preferences
@@ -186,6 +187,7 @@ class LanguageModelTask:
         """Return the description of model and data for the run's report: names, parameters, tokens per step, FLOPs per
         token."""
         config, sequence, names = self.config, self.recipe.data.sequence, self.objective.metric_names
+        exposed = format_exposed_layers(self.model, self.mesh, self.recipe.train.compile)
         return RunDescription(
             model=f"{config.family}, {self.table.numel / 1e6:.2f} M parameters, {config.layers} layers, "
             f"hidden {config.hidden}, vocabulary {config.vocabulary}",
@@ -193,7 +195,7 @@ class LanguageModelTask:
             parameters=self.table.numel,
             unit="tokens",
             units_per_step=self.recipe.train.batch * sequence,
-            notes=tuple(self.data.format_packing_lines()),
+            notes=(*self.data.format_packing_lines(), *exposed),
             metric_names=(*names, *(f"validation_{name}" for name in names)),
             flops_per_unit=training_flops_per_token(config, sequence)
             + (0.0 if (teacher := self.objective.teacher_work) is None else teacher.forward_flops_per_token(sequence)),
@@ -354,8 +356,7 @@ class LanguageModelTask:
         metrics]: each contribution is this rank's value, divided by the number of ranks that compute the same value, so
         that an all-reduce over all ranks gives the totals.
 
-        loss: scalar, summed over this rank's micro-batches.
-        """
+        loss: scalar, summed over this rank's micro-batches."""
         metric_sums = self.passes.metric_sums if self.objective.metric_sums is None else self.objective.metric_sums
         metrics = metric_sums[: self.objective.metric_count]
         return self.objective.loss_share(torch.cat([loss.reshape(1), metrics]), self.mesh)

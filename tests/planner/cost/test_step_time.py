@@ -24,9 +24,11 @@ from meshwright.planner.cost.rates import Collectives, Group, Rates, straggler_t
 from meshwright.planner.cost.step_time import PARTS, StepTime, step_time
 from meshwright.planner.memory.rank_memory import memory_of
 from meshwright.planner.search.screen import Problem
+from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.spec.stages import Stage, cut_into_stages, whole_model
+from meshwright.toml import read_packaged_toml
 from tests.planner.cost.test_rates import of
 from tests.planner.hardware.test_measured import example
 
@@ -374,6 +376,37 @@ def test_overlap_of_a_recipe_hides_collectives_behind_products():
         assert hidden.seconds < seen.seconds
     assert ours.overlapped("auto", "cpu") == ours.overlapped("off", "cuda") == ours
     assert ours.overlapped("chunks", "cpu") == overlapped
+
+
+@pytest.mark.parametrize(
+    ("adapter", "layers"),
+    [
+        (AdapterConfig("dora"), ()),
+        (AdapterConfig(packed="nf4", targets=("q_proj", "v_proj")), ("attention.input",)),
+        (AdapterConfig(dropout=0.1), ("attention.output", "mlp.output")),
+    ],
+)
+def test_only_products_that_overlap_with_those_of_adapters_are_priced_so(
+    adapter: AdapterConfig, layers: tuple[str, ...]
+):
+    config = dataclasses.replace(preset("llama-3-8b"), adapter=adapter)
+    engine = ENGINES["meshwright"].overlapped("chunks", "cuda")
+    operators = layer_operators(MicroBatch.of(config, Layout.parse("tp8"), 1, 4096, engine=engine), 1)
+    calls = (call for operator in operators for call in operator.collectives)
+    hidden = {call.sites[0][0] for call in calls if call.overlaps == "product"}
+    assert hidden == {f"{layer}{back}" for layer in layers for back in ("", ".backward")}
+
+
+def test_dispatch_is_hidden_behind_the_shared_expert_and_combine_is_not():
+    narrow, wide = (
+        step_time(
+            dataclasses.replace(preset("qwen1.5-moe-a2.7b"), shared_intermediate=width), Layout.parse("dp8 ep8"),
+            of("h100-sxm", 8), 4096, 8,
+        ).breakdown["expert"]
+        for width in (8, 1 << 16)
+    )  # fmt: skip
+    tax = read_packaged_toml("planner/cost/rates.toml")["overlap"]["tax"]["inside"]
+    assert (1 + tax) / 2 < wide / narrow < 0.65  # the narrow one's kernels hide a little, too
 
 
 def test_fp8_speeds_up_only_linear_layers():

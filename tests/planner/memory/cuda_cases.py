@@ -141,6 +141,7 @@ if __name__ == "__main__":
     from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    from meshwright.adapters.attach import attach_adapters
     from meshwright.comm import transport
     from meshwright.comm.mesh import Communicator, Mesh
     from meshwright.layout import Layout
@@ -155,7 +156,9 @@ if __name__ == "__main__":
     from meshwright.planner.cost.engines import choose_run_engine
     from meshwright.planner.cost.micro_batch import Routed
     from meshwright.planner.memory.ledger import ledger
+    from meshwright.quantization import packing
     from meshwright.recipe import TrainRecipe
+    from meshwright.spec.adapter_config import AdapterConfig
     from meshwright.spec.config import ModelConfig
     from meshwright.spec.parameters import parameter_table
     from meshwright.spec.partition import Partition
@@ -480,7 +483,11 @@ if __name__ == "__main__":
         return (tensor.untyped_storage()._cdata << 48) + tensor.storage_offset() * tensor.element_size()
 
     def configured(case: CudaStep) -> ModelConfig:
-        return dataclasses.replace(preset(case.model), **case.change)
+        change = dict(case.change)
+        if "adapter" in change:
+            settings = change["adapter"]
+            change["adapter"] = AdapterConfig(**settings | {"targets": tuple(settings["targets"])})
+        return dataclasses.replace(preset(case.model), **change)
 
     def forward(case: CudaStep, config: ModelConfig, layout: Layout) -> Watched:
         """What one forward keeps, as `watch` finds it on a CPU."""
@@ -501,6 +508,8 @@ if __name__ == "__main__":
 
     def step(case: CudaStep) -> Measured:
         gc.collect()
+        packing._build_nf4_tables.cache_clear()  # made under another fake mode
+        packing._build_nf4_pairs.cache_clear()
         layout, config = Layout.parse(case.layout), configured(case)
         predicted = ledger(
             config, layout, batch=case.batch, sequence=case.sequence, optimizer=case.optimizer, rank=case.rank,
@@ -524,10 +533,10 @@ if __name__ == "__main__":
             program = program_for(layout, config, case.sequence)
             partition = Partition.of(program, config, table, case.sequence)
             dtype = PARAMETER_DTYPES[layout.precision or "fp32"]
-            model = Transformer(
-                config, axes=build_axes(mesh), device="meta", dtype=dtype,
-                stages=partition.stages_on(mesh.pp.rank),
-            )  # fmt: skip
+            axes = build_axes(mesh)
+            stages = partition.stages_on(mesh.pp.rank)
+            model = Transformer(config, axes=axes, device="meta", dtype=dtype, stages=stages)
+            attach_adapters(model, table, layout, axes.tensor, device="meta", dtype=dtype)
             parallel = ZeroEngine(model, table, mesh, seed=None, parameter_dtype=dtype, partition=partition)
             train = TrainRecipe(steps=3, batch=case.batch, learning_rate=1e-3, optimizer=case.optimizer)
             passes = ForwardBackward(model, parallel, program)
@@ -550,6 +559,8 @@ if __name__ == "__main__":
                 for _ in range(layout.micro_batches):
                     parts = [torch.empty(rows, case.sequence, dtype=torch.int64, device=device) for _ in range(2)]
                     documents = Documents()
+                    if config.adapter and config.adapter.dropout:
+                        documents = Documents(samples_B=torch.empty(rows, dtype=torch.int64, device=device))
                     if case.documents > 1:
                         documents = Documents(torch.zeros(rows, case.sequence, dtype=torch.int64)).to(device)
                         documents = fixed.fix(documents, parts[0]) if case.graphs else documents

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,18 @@ from tests.planner.memory.cuda_cases import CudaStep, Measured, NoCompiler, meas
 CAPPED = {"layers": 2, "vocabulary": 4096, "windowed_layers": None, "sliding_window": None}
 TWO, FOUR, NO_HEAD = {"layers": 2}, {"layers": 4}, {"layers": 2, "vocabulary": 2048}
 SMALL = {"layers": 1, "vocabulary": 512, "hidden": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "intermediate": 512}
+
+
+def with_adapter(**settings: Any) -> dict[str, Any]:
+    """Return the change of a model with an adapter on quantized weights."""
+    return NO_HEAD | {"adapter": {"targets": ["all-linear"], "packed": "nf4"} | settings}
+
+
 CASES = [
+    # Peaks: in the final norm, whose weight is frozen; in the gradients of a frozen MLP; in a dropout mask.
+    CudaStep("llama-1b", "bf16", 2, 4096, with_adapter(targets=["q_proj", "v_proj"])),
+    CudaStep("mistral-7b-v0.1", "fp32", 2, 1024, with_adapter(targets=["q_proj", "v_proj"])),
+    CudaStep("mistral-7b-v0.1", "bf16", 2, 1024, with_adapter(dropout=0.1)),
     CudaStep("llama-1b", "ac:selective bf16", 8, 4096, TWO, saved=True),
     CudaStep("llama-1b", "bf16", 8, 4096, TWO, documents=4, saved=True),
     CudaStep("gpt2-xl", "bf16", 8, 1024, TWO, saved=True, hopper=True),
@@ -31,6 +43,9 @@ CASES = [
     CudaStep("mistral-7b-v0.1", "tp8:nosp bf16", 1, 4096, NO_HEAD, saved=True, overlap="chunks"),
 ]
 MORE = [
+    CudaStep("llama-1b", "tp4:nosp bf16", 8, 4096, with_adapter(packed=None), overlap="chunks"),
+    CudaStep("llama-1b", "tp4 bf16", 8, 4096, with_adapter(dropout=0.1), overlap="chunks"),
+    CudaStep("llama-1b", "tp4 ac:selective bf16", 8, 4096, with_adapter(packed=None), overlap="chunks"),
     CudaStep("llama-1b", "mb2 bf16", 32, 512, SMALL, graphs=True),
     CudaStep("mixtral-8x7b-v0.1", "mb2 bf16", 8, 512, SMALL | {"experts": 4, "expert_intermediate": 512}, graphs=True),
     *(CudaStep("llama-1b", layout, 8, 4096, TWO, saved=True) for layout in ("bf16", "mb2 fp32")),
@@ -46,7 +61,9 @@ MORE = [
 
 
 def title(case: CudaStep) -> str:
-    return f"{case.model} {case.layout}{' documents' * (case.documents > 1)}"
+    adapter = case.change.get("adapter", {})
+    words = "documents" * (case.documents > 1), *(f"{name}={value}" for name, value in adapter.items())
+    return " ".join([case.model, case.layout, *filter(None, words)])
 
 
 @pytest.fixture(scope="module")

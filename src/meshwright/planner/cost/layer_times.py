@@ -196,18 +196,16 @@ class _TimeModel(NamedTuple):
         seconds in which the CPU launches one kernel or collective; 0: the CPU is never the bottleneck."""
         found = np.zeros((len(PHASES), len(MICRO_BATCH_PARTS), len(self.groups.which)))
         issued = np.zeros((len(PHASES), len(self.groups.which)))
-        covers: dict[str, Any] = defaultdict(float)  # seconds of attention in each phase, and of weight gradients
-        products: dict[str, Any] = defaultdict(float)
+        covers: dict[tuple[str, Phase], Any] = defaultdict(float)  # seconds of kernels that calls may overlap
         for one in blocks.list_kernels(operators) if kernels is None else kernels:
             taken = self.rates.seconds(one, self.batch.kernel)
             found[_PHASE[one.phase], 0] += taken
             # One launch for all rows and heads, and for all experts.
             batched = one.name.startswith((*_CORE, "mlp.experts"))
             issued[_PHASE[one.phase]] += 1.0 if batched else one.count
-            if one.phase == "weight" or one.name.startswith(_CORE):
-                covers[one.phase] = covers[one.phase] + taken
-            elif one.kind == "product":
-                products[one.phase] = products[one.phase] + taken
+            kind = "attention" if one.name.startswith(_CORE) else "weight" if one.phase == "weight" else one.kind
+            for cover in (kind, *(["shared"] if one.name.startswith("mlp.shared") else [])):
+                covers[cover, one.phase] = covers[cover, one.phase] + taken
         overlapped: dict[tuple[str, Phase, str], Any] = defaultdict(float)  # by cover, phase and part
         beside: dict[int, Any] = defaultdict(float)  # seconds of dispatch and combine in each phase
         for call in communication.timed_calls(operators):
@@ -226,13 +224,13 @@ class _TimeModel(NamedTuple):
             if cover == "product":
                 # In as many slices as ranks: the first that is gathered, or the last that is reduced, is exposed.
                 slices = self.batch.tp
-                exposed = np.maximum(taken / slices, taken - products[phase] * (slices - 1) / slices)
+                exposed = np.maximum(taken / slices, taken - covers[cover, phase] * (slices - 1) / slices)
             else:
                 # In a ring all but the last KV block's attention have a message beside them.
-                covered = covers["weight" if cover == "weight" else phase]
+                covered = covers[cover, "weight" if cover == "weight" else phase]
                 covered = covered * ((self.batch.cp - 1) / self.batch.cp if part == "context" else 1)
                 exposed = np.maximum(0.0, taken - covered)
-            slowdown = self.groups.overlap_slowdown("cp" if part == "context" else "tp")
+            slowdown = self.groups.overlap_slowdown({"context": "cp", "expert": "ep"}.get(part, "tp"))
             found[_PHASE[phase], _PART[part]] += exposed + slowdown * (taken - exposed)
         # Another micro-batch computes meanwhile, on the processors that are left.
         total, computing = sum(beside.values()), found[:, 0].sum(axis=0)

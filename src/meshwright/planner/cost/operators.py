@@ -84,7 +84,8 @@ class CollectiveCall(NamedTuple):
         count: Number of calls.
         again: True if activation checkpointing repeats the calls.
         overlaps: Computation that overlaps the calls: "attention" of the same layer; "weight": weight gradients;
-            "product": the matrix product before or after the call, in slices. None: the calls are exposed.
+            "product": the matrix product before or after the call, in slices; "shared": the shared expert, in the same
+            phase. None: the calls are exposed.
         timed: False for messages of a few bytes a token, which the time model leaves out.
     """
 
@@ -95,7 +96,7 @@ class CollectiveCall(NamedTuple):
     phase: Phase = "forward"
     count: Number = 1
     again: bool = False
-    overlaps: Literal["attention", "weight", "product"] | None = None
+    overlaps: Literal["attention", "weight", "product", "shared"] | None = None
     timed: bool = True
 
     @property
@@ -218,7 +219,7 @@ class Operator:
             if "back" in row:
                 (name, size), other = call.sites[0], row.get("back_bytes")
                 back = ((f"{name}.backward", size if other is None else sizes[other]),)
-                found.append(CollectiveCall(call.part, call.axis, row["back"], back, "input"))
+                found.append(CollectiveCall(call.part, call.axis, row["back"], back, "input", overlaps=call.overlaps))
         return tuple(found)
 
     @cached_property

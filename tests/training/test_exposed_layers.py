@@ -1,0 +1,39 @@
+"""Runs name the layers whose products do not overlap with collectives although the recipe asks for it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from meshwright.adapters.attach import attach_adapters
+from meshwright.comm.mesh import Communicator, Mesh
+from meshwright.layout import Layout
+from meshwright.model.transformer import Transformer
+from meshwright.parallel.parallelize import build_axes
+from meshwright.spec.adapter_config import AdapterConfig
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.presets import preset
+from meshwright.training.exposed_layers import format_exposed_layers
+
+
+@pytest.mark.parametrize(
+    ("adapter", "compiled", "named"),
+    [
+        (AdapterConfig("dora", 2, targets=("o_proj", "down_proj")), False, "attention.output, mlp.down"),
+        (AdapterConfig("lora", 2, targets=("q_proj", "down_proj"), dropout=0.1), False, "attention.qkv"),
+        (AdapterConfig("lora", 2, targets=("down_proj",)), True, "mlp.down"),
+        (AdapterConfig("lora", 2, targets=("q_proj",), packed="nf4"), False, "attention.output, mlp.down, mlp.up"),
+        (AdapterConfig("lora", 2), False, ""),
+    ],
+)
+def test_run_names_layers_whose_products_do_not_overlap(adapter: AdapterConfig, compiled: bool, named: str):
+    config = dataclasses.replace(preset("llama-tiny"), adapter=adapter)
+    mesh = Mesh(Layout.parse("tp2"), 0, torch.device("cpu"), Communicator(torch.device("cpu")), lambda *_: None)
+    mesh.communicator.product_overlap = "chunks"
+    axes = build_axes(mesh)
+    model = Transformer(config, axes=axes, device="meta")
+    attach_adapters(model, parameter_table(config), mesh.layout, axes.tensor, device="meta")
+    line = f"train.tensor_overlap: products of {named} do not overlap with their collectives"
+    assert format_exposed_layers(model, mesh, compiled) == ([line] if named else [])
