@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
@@ -115,6 +115,17 @@ class Ledger:
         parts["workspace"] += (found["communication"] + found["logits"]) / GIB
         outside = {"framework": self.framework_bytes, "unexplained": self.slack_bytes, "nccl": self.nccl_bytes}
         return parts | {name: size / GIB for name, size in {"peak": self.peak_bytes, **outside}.items()}
+
+    def document(self) -> dict[str, Any]:
+        """Return the ledger as a JSON object. nccl_bytes: what NCCL's buffers take at most, beside the rest.
+
+        Keys of an item: name, category; shape, dtype: of one tensor; bytes: of all tensors equal to this one together;
+        stage: pipeline stage, null if it belongs to none; first, last: events between which it is allocated."""
+        return {
+            "pp": self.pp_rank, "when": self.peak_snapshot, "peak_bytes": self.peak_bytes,
+            "framework_bytes": self.framework_bytes, "unexplained_bytes": self.slack_bytes,
+            "nccl_bytes": self.nccl_bytes, "items": [item._asdict() for item in self.items],
+        }  # fmt: skip
 
 
 class LedgerOptions(TypedDict, total=False):
