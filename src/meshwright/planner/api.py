@@ -8,23 +8,28 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from meshwright.collectives.quantities import GIB
 from meshwright.documents import to_json_dict
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.limits import shorten_repr
 from meshwright.names import check_options
 from meshwright.planner.hardware.cluster import Cluster
-from meshwright.planner.models import adapted_model, find_recipe
+from meshwright.planner.memory.rank_memory import distinct_ranks, memory_of
+from meshwright.planner.models import adapted_model, find_recipe, model_document
 from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate, ProblemOptions, estimate_layout, problem_of, recipe_layout
 from meshwright.planner.search.nearest import Nearest, find_nearest
 from meshwright.planner.search.search import SearchResult, search
-from meshwright.planner.show.answers import MOST_TOP, ledger_documents, no_fit_error, plan_document
+from meshwright.planner.search.shortlist import MOST_PRICED
 from meshwright.planner.show.explain import OperationTime, explain, find_busiest_rank
 from meshwright.spec.config import ModelConfig
 
 if TYPE_CHECKING:
     from meshwright.recipe import Recipe
+
+MOST_TOP = 100
+"""Maximum number of layouts that a search returns."""
 
 
 class PlanOptions(ProblemOptions, total=False):
@@ -67,7 +72,11 @@ class Plan:
     def layouts(self) -> list[dict[str, Any]]:
         """JSON records of the predicted layouts as in `meshwright plan --json`, one dict per estimate: layout, fits,
         memory_gib, step_seconds, mfu ..."""
-        return list(plan_document(self.problem, self.estimates, self.search)["layouts"])
+        found = [one.document() for one in self.estimates]
+        if self.search is not None:
+            for one, why in zip(found, self.search.reasons, strict=True):
+                one["compared_with_first"] = why
+        return found
 
     @property
     def best(self) -> Estimate:
@@ -77,9 +86,17 @@ class Plan:
         return self.estimates[0]
 
     def check_fits(self) -> None:
-        """Raise `UserError` if the search found no layout that fits."""
-        if self.search is not None and not self.estimates:
-            raise UserError(no_fit_error(self.search))
+        """Raise `UserError` if the search found no layout that fits. The error names the number of devices, the GiB of
+        each, and what to change."""
+        if self.search is None or self.estimates:
+            return
+        problem, count = self.problem, self.problem.cluster.devices
+        reserved = f", with {problem.reserve / GIB:.1f} GiB more reserved" if problem.reserve else ""
+        none = f"none of the {MOST_PRICED} fastest layouts" if self.search.undecided else "no layout"
+        raise UserError(
+            f"{none} of {count:,} device{'s' * (count > 1)} fits into {problem.usable_bytes / GIB:.1f} GiB each"
+            f"{reserved}; use more devices, a smaller batch or shorter sequences"
+        )
 
     @cached_property
     def nearest(self) -> Nearest | None:
@@ -103,14 +120,22 @@ class Plan:
         ledger: True to add all tensors at the memory peak of the best layout, for each pipeline rank; of several ranks
         with equal memory only one is listed. operations: True to add the operations of one micro-batch, with their
         seconds, on the best layout's busiest pipeline rank."""
-        found = plan_document(self.problem, self.estimates, self.search)
-        own = self.recipe_estimate
+        problem, own = self.problem, self.recipe_estimate
+        found: dict[str, Any] = {
+            "model": model_document(problem.config),
+            "cluster": {"name": problem.cluster.name, "devices": problem.cluster.devices},
+            "engine": problem.engine.name, "sequence": problem.sequence, "batch": problem.batch,
+            "layouts": self.layouts,
+        }  # fmt: skip
+        found |= {"searched": 0, "search_seconds": 0.0} if self.search is None else self.search.document()
         if own is not None:
             found["recipe_layout"] = {"error": own} if isinstance(own, str) else own.document()
         if self.nearest is not None:
             found["nearest"] = self.nearest.document()
         if ledger and self.estimates:
-            found["ledger"] = ledger_documents(self.best)
+            layout = self.best.layout
+            ranks = sorted(distinct_ranks(problem, layout))
+            found["ledger"] = [memory_of(problem, layout, rank).document() for rank in ranks]
         if operations and self.estimates:
             found["operations"] = [row.document() for row in self.operations]
         return to_json_dict(found)

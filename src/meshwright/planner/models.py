@@ -16,6 +16,7 @@ from meshwright.spec.config_fields import format_foreign_architecture_warning
 from meshwright.spec.config_from_recipe import config_from_recipe, with_adapter
 from meshwright.spec.config_json import config_from_huggingface, config_from_path, read_config
 from meshwright.spec.families import FAMILIES
+from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import PRESETS, preset
 from meshwright.untrusted import read_json
 
@@ -52,6 +53,13 @@ def model_of(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> ModelConfi
     close = difflib.get_close_matches(text.lower(), list(PRESETS), 1)
     hint = "" if close else "; expected a preset, a Hugging Face directory, a config.json or a recipe"
     raise UserError(unknown("model", text, PRESETS, LISTED) + hint)
+
+
+def model_document(config: ModelConfig) -> dict[str, int]:
+    """Return {"parameters": number of a model's parameters, "active_parameters": number that each token uses} for
+    JSON."""
+    table = parameter_table(config)
+    return {"parameters": table.numel, "active_parameters": table.active_numel}
 
 
 def adapted_model(

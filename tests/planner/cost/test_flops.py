@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 
-from meshwright.planner.cost.flops import forward_flops_per_token, keys_per_token, training_flops_per_token
+from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
+from meshwright.spec.work import keys_per_token
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-xl", "gpt3-175b"])

@@ -23,7 +23,6 @@ from meshwright.planner.search.estimate import Estimate, estimate_layout
 from meshwright.planner.search.screen import ScreenedLayouts, screen
 from meshwright.planner.search.search import FINAL, SearchResult, layout_kinds, search
 from meshwright.planner.search.space import layout_of
-from meshwright.planner.show.answers import no_fit_error, plan_document
 from meshwright.planner.show.page import plan_page
 from meshwright.planner.show.text import search_text
 from meshwright.spec.presets import preset
@@ -299,7 +298,7 @@ def test_no_suggestions_if_nothing_fits():
 def test_stopped_search_reports_undecided_layouts(monkeypatch: pytest.MonkeyPatch):
     problem, whole = PROBLEMS["megatron"], searched("megatron")
     assert whole.undecided == 0 and "stopped" not in search_text(whole)
-    assert plan_document(problem, whole.best, whole)["undecided"] == 0
+    assert Plan(problem, whole.best, whole).to_json_dict()["undecided"] == 0
     longer = search(problem, 20)
     monkeypatch.setattr(shortlist_module, "MOST_PRICED", 6)  # some of them do not fit
     some = search(problem, 4)
@@ -309,12 +308,13 @@ def test_stopped_search_reports_undecided_layouts(monkeypatch: pytest.MonkeyPatc
     assert len(better) <= some.undecided < 100
     assert f"{some.undecided:,} more layouts may be better than the last one listed" in search_text(some)
     assert f"{some.undecided:,} more layouts" in plan_page(Plan(problem, some.best, some), "gpt3-175b")
-    assert plan_document(problem, some.best, some)["undecided"] == some.undecided
+    assert Plan(problem, some.best, some).to_json_dict()["undecided"] == some.undecided
     monkeypatch.setattr(shortlist_module, "MOST_PRICED", 0)
     none = search(problem, 3)
     assert not none.best and none.undecided > 1000
     assert "more layouts may be small enough" in search_text(none)
-    assert no_fit_error(none).startswith("none of the")
+    with pytest.raises(UserError, match="^none of the"):
+        Plan(problem, none.best, none).check_fits()
 
 
 def test_indivisible_batch_is_refused():

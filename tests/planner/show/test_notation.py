@@ -9,7 +9,7 @@ import pytest
 from meshwright.layout import Layout
 from meshwright.names import PRECISIONS
 from meshwright.planner.api import plan
-from meshwright.planner.show.notation import notation_legend, recipe_block
+from meshwright.planner.show.text import notation_legend, recipe_block
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from operator import attrgetter, eq, gt, ne
 from typing import Any
 
-from meshwright.planner.cost.micro_batch import ITEM_BYTES, LayerKind, MicroBatch, Number, at_least, at_most, layer_kind
+from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number, at_least, at_most, layer_kind
 from meshwright.planner.cost.tables import compute_size, holds, parse_factor
 from meshwright.spec.policy import ACCELERATOR_TILE
 from meshwright.spec.work import keys_per_token
@@ -46,8 +47,8 @@ class Dimensions(dict[str, Number]):
             found = self._shared[name]
         elif name in _SIZES:
             found = compute_size(next(size for size, condition in _SIZES[name] if holds(condition, self.true)), self)
-        elif name in _TABLE["fields"]:
-            found = attrgetter(_TABLE["fields"][name])(self.batch)
+        elif name in _FIELDS:
+            found = _FIELDS[name](self.batch)
         else:
             found = FORMULAS[name](self)
         self[name] = found
@@ -102,6 +103,7 @@ def _count_outputs(sizes: Dimensions, product: str) -> int:
     return config.latent.products(config.hidden, sizes["heads"], config.head_dim)[product][0]
 
 
+_FIELDS = {name: attrgetter(path) for name, path in _TABLE["fields"].items()}
 _SIZES = {
     name: [tuple(map(str.strip, each.partition("?")[::2])) for each in ([found] if isinstance(found, str) else found)]
     for name, found in _TABLE["sizes"].items()
@@ -137,7 +139,7 @@ FORMULAS: dict[str, Callable[[Dimensions], Number]] = {
 }  # fmt: skip
 """{dimension: function that computes it from others}."""
 
-DIMENSIONS = frozenset({*_TABLE["fields"], *_SIZES, *FORMULAS})
+DIMENSIONS = frozenset({*_FIELDS, *_SIZES, *FORMULAS})
 """Names of all dimensions."""
 
 
@@ -172,23 +174,31 @@ def find_properties(batch: MicroBatch, kind: LayerKind) -> dict[str, bool]:
         "adapted_experts": any(".experts." in one.layer for one in kind.adapted),
         **{f"adapted_{one.layer.replace('.', '_')}": True for one in kind.adapted},
     }  # fmt: skip
+    true = {name for name, value in found.items() if value}
     for name, condition in _TABLE["conditions"].items():
-        found[name] = holds(condition, {each for each, value in found.items() if value})
+        found[name] = holds(condition, true)
+        true.update([name] if found[name] else [])
     return found
 
 
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {"==": eq, "!=": ne, ">": gt, "": lambda found, _: bool(found)}
 
 
+@cache
+def _parse_test(text: str) -> tuple[list[str], Callable[[Any, Any], bool], str | float]:
+    """Parse a test of an attribute, such as "batch.config.norm == rmsnorm", into its path, comparison and value."""
+    path, sign, value = f"{text}  ".split(" ", 2)
+    return path.split("."), _COMPARISONS[sign], parse_factor(value.strip())
+
+
 def _test_attribute(text: str, owners: Mapping[str, Any]) -> bool:
     """Return True if an attribute is true, or compares with a word or number as `text` says, such as
     "batch.config.norm == rmsnorm". The attributes of None are None. owners: {first name of the path: its object}."""
-    path, sign, value = f"{text}  ".split(" ", 2)
-    owner, *names = path.split(".")
+    (owner, *names), compare, value = _parse_test(text)
     found = owners[owner]
     for name in names:
         found = None if found is None else getattr(found, name)
-    return _COMPARISONS[sign](found, parse_factor(value.strip()))
+    return compare(found, value)
 
 
 def element_types(dtype: str) -> dict[str, str]:
@@ -196,8 +206,3 @@ def element_types(dtype: str) -> dict[str, str]:
     activations and parameters."""
     wide = dtype if dtype == "float64" else "float32"
     return {"x": dtype, "wide": wide, "index": "int64", "int32": "int32", "bool": "bool"}
-
-
-def element_bytes(dtype: str, kind: str) -> int:
-    """Return the bytes of an element. dtype: torch's type name of activations; kind: element type of `SavedTensor`."""
-    return ITEM_BYTES[element_types(dtype)[kind]]

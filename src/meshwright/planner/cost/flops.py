@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
-from meshwright.spec.work import ATTENTION_CORE, RECOMPUTED, head_flops, keys_per_token, layer_flops
-
-__all__ = ["FLOPS_CONVENTION", "forward_flops_per_token", "keys_per_token", "training_flops_per_token"]
+from meshwright.spec.work import ATTENTION_CORE, RECOMPUTED, head_flops, layer_flops
 
 FLOPS_CONVENTION = (
     "model FLOPs: 2 per multiply-add of matrix products, attention counted for the keys a token sees (causal, window), "

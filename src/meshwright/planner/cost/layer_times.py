@@ -12,7 +12,7 @@ import numpy as np
 
 from meshwright.layout import Layout
 from meshwright.planner.cost import blocks, communication
-from meshwright.planner.cost.micro_batch import DTYPES, ITEM_BYTES, MicroBatch, layer_examples, layer_kind, structure
+from meshwright.planner.cost.micro_batch import DTYPES, ITEM_BYTES, MicroBatch, layer_examples, layer_kinds, structure
 from meshwright.planner.cost.operators import CollectiveCall, Operation, Operator, Phase, sum_parameters
 from meshwright.planner.cost.rates import Collectives, Rates, attention_kernel
 from meshwright.planner.problem import Problem, StageCandidate
@@ -95,8 +95,8 @@ class LayerTimes:
         self.rates = Rates.of(problem.cluster, problem.precision, problem.engine.fusion)
         self.examples = layer_examples(problem.config)
         self.kinds = list(self.examples)
-        of_layer = [layer_kind(problem.config, layer) for layer in range(problem.config.layers)]
-        equal = np.array([[each == kind for kind in self.kinds] for each in of_layer], dtype=np.int64)
+        of_layers = layer_kinds(problem.config)
+        equal = np.array([[each == kind for kind in self.kinds] for each in of_layers], dtype=np.int64)
         self._kinds_before = np.concatenate([np.zeros((1, len(self.kinds)), dtype=np.int64), equal.cumsum(axis=0)])
         shape = len(PHASES), len(MICRO_BATCH_PARTS), len(self.candidates)
         self.layer = np.zeros((len(self.kinds), *shape))

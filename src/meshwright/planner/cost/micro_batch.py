@@ -71,9 +71,14 @@ def layer_kind(config: ModelConfig, layer: int) -> LayerKind:
 
 
 @lru_cache(maxsize=64)
+def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
+    """Return the kind of each layer of a model."""
+    return tuple(layer_kind(config, layer) for layer in range(config.layers))
+
+
 def layer_examples(config: ModelConfig) -> dict[LayerKind, int]:
     """Return {layer kind: index of the first layer of this kind} for the layers of a model."""
-    return {layer_kind(config, at): at for at in reversed(range(config.layers))}
+    return {kind: at for at, kind in reversed([*enumerate(layer_kinds(config))])}
 
 
 @lru_cache(maxsize=64)

@@ -123,12 +123,6 @@ class PipelineTimes:
         self.dense, self.expert = np.moveaxis(np.tensordot(coefficients, layer_times.parameters[..., index], 1), 1, 0)
         self.rank_dense, self.rank_expert = self.of_rank @ self.dense, self.of_rank @ self.expert
 
-    def stage_seconds(self, at_once: bool, zero: int, groups: ProcessGroups) -> Floats:
-        """Return the seconds of a micro-batch in each distinct stage, with exposed communication of ZeRO-2 and 3: [s,
-        phases, p, n] (dimensions: see the class). at_once: True if the last stage runs each backward directly after its
-        forward; zero: ZeRO stage; groups: process groups."""
-        return self._stage_seconds(at_once, zero, groups) if zero >= 2 else self._stage_seconds(at_once, 0, None)
-
     def keeps_gradient(self, at_once: bool) -> Array:
         """Return for each candidate [n]: True if the forward of the last stage computes and saves the head's gradients.
         at_once: True if the last stage runs each backward directly after its forward."""
@@ -136,12 +130,17 @@ class PipelineTimes:
         return self.layer_times.keeps_gradient(self.index, layers, at_once)
 
     @cached_method
-    def _stage_seconds(self, at_once: bool, zero: int, groups: ProcessGroups | None) -> Floats:
-        """Compute the result of `stage_seconds`, with caching. groups: process groups of ZeRO-2 and 3, whose exposed
-        communication is added to the last part ("data"); None below ZeRO-2."""
+    def stage_seconds(self, at_once: bool, zero: int, groups: ProcessGroups | None) -> Floats:
+        """Return the seconds of a micro-batch in each distinct stage: [s, phases, p, n] (dimensions: see the class).
+
+        at_once: True if the last stage runs each backward directly after its forward; zero: ZeRO stage; groups: process
+        groups of ZeRO-2 and 3, whose exposed communication is added to the last part ("data"); below ZeRO-2 no
+        effect."""
+        if zero < 2 and groups is not None:
+            return self.stage_seconds(at_once, 0, None)
         layer_times, index = self.layer_times, self.index
         if groups is not None:
-            found = self._stage_seconds(at_once, 0, None).copy()
+            found = self.stage_seconds(at_once, 0, None).copy()
             layers = self.layers[:, None]
             gather, scatter = self.zero_seconds(zero, groups, (self.dense / layers, self.expert / layers))
             forward, input_gradient, weight_gradient = np.moveaxis(add_parts(found), 1, 0)
@@ -189,17 +188,13 @@ class PipelineTimes:
         turns = ranks if engine.broadcasts and operation == "all-gather" else 1.0
         return np.asarray(np.maximum(turns, least), dtype=np.float64)
 
-    def rank_seconds(self, at_once: bool, zero: int, groups: ProcessGroups) -> tuple[Floats, BusiestRank]:
-        """Return (seconds of a micro-batch on each distinct rank, summed over its stages [r, phases, p, n]; times of
-        the busiest rank). at_once: True if the last stage runs each backward directly after its forward; zero: ZeRO
-        stage; groups: process groups, used from ZeRO-2 on, whose communication is included."""
-        return self._rank_seconds(at_once, zero, groups) if zero >= 2 else self._rank_seconds(at_once, 0, None)
-
     @cached_method
-    def _rank_seconds(self, at_once: bool, zero: int, groups: ProcessGroups | None) -> tuple[Floats, BusiestRank]:
-        """Compute the result of `rank_seconds`, with caching. groups: process groups of ZeRO-2 and 3, whose
-        communication is included; None below ZeRO-2."""
-        ranks: Floats = np.tensordot(self.of_rank, self._stage_seconds(at_once, zero, groups), 1)
+    def rank_seconds(self, at_once: bool, zero: int, groups: ProcessGroups | None) -> tuple[Floats, BusiestRank]:
+        """Return (seconds of a micro-batch on each distinct rank, summed over its stages [r, phases, p, n]; times of
+        the busiest rank). Arguments: see `stage_seconds`."""
+        if zero < 2 and groups is not None:
+            return self.rank_seconds(at_once, 0, None)
+        ranks: Floats = np.tensordot(self.of_rank, self.stage_seconds(at_once, zero, groups), 1)
         return ranks, find_busiest_rank(add_parts(ranks) / self.replicas, self.counts)
 
     def makespan(

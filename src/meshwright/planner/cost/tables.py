@@ -87,7 +87,9 @@ def _parse_condition(condition: str) -> tuple[tuple[frozenset[str], frozenset[st
 def holds(condition: str, true: Set[str]) -> bool:
     """Return True if a condition such as "gated & !ring" holds; "" always holds. true: names of the properties that
     hold."""
-    return any(needed <= true and not refused & true for needed, refused in _parse_condition(condition))
+    if not condition:
+        return True
+    return any(needed <= true and refused.isdisjoint(true) for needed, refused in _parse_condition(condition))
 
 
 @cache
@@ -170,7 +172,7 @@ def _read_rows(section: str, true: frozenset[str], prefix: str, let: Let) -> lis
 
     def size(text: str) -> str:
         """Return a size with replaced dimensions."""
-        return re.sub(r"\w+", lambda word: own.get(word[0], word[0]), text)
+        return re.sub(r"\w+", lambda word: own.get(word[0], word[0]), text) if own else text
 
     for row in select(table[section], true, table["groups"]):
         own, within = dict(let) | row.get("let", {}), true.union(row.get("flags", ()))

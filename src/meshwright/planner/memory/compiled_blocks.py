@@ -13,8 +13,8 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 from meshwright.planner.cost.cached import cached_method
-from meshwright.planner.cost.dimensions import Dimensions, element_bytes, element_types, layer_dimensions
-from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number
+from meshwright.planner.cost.dimensions import Dimensions, element_types, layer_dimensions
+from meshwright.planner.cost.micro_batch import ITEM_BYTES, LayerKind, MicroBatch, Number
 from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.cost.tables import Item, holds, parse_tensor, select, select_items
 from meshwright.planner.hardware.machine_profile import torch_version
@@ -173,7 +173,7 @@ class CompiledBlock:
     def bytes(self, name: str) -> int:
         """Return the bytes of the buffer called `name`, such as "attention.qkv.output"."""
         entry = self.entry(name)
-        return math.prod(entry.shape) * element_bytes(self.batch.dtype, entry.kind)
+        return math.prod(entry.shape) * ITEM_BYTES[element_types(self.batch.dtype)[entry.kind]]
 
     @cached_property
     def backward_kernels(self) -> list[Kernel]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch, Routed, Star
 from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.memory import passes
 from meshwright.planner.memory.compiled_blocks import can_predict_compiled
+from meshwright.planner.memory.passes import StagePass
 from meshwright.planner.memory.saved import position_tables
 from meshwright.planner.memory.snapshot import Allocation, Snapshot, count_bytes
 from meshwright.planner.memory.stage_snapshots import RankStep, StageSnapshots
@@ -53,8 +54,9 @@ REPEATING = (
     "1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe", "dualpipe-v",
     "chimera", "gems",
 )  # fmt: skip
-ROUNDS = 4
-"""Micro-batches per pipeline rank after which the memory of these schedules only repeats, as a test checks."""
+ROUNDS, ROUNDS_OF_FEW_RANKS = 3, 4
+"""Micro-batches per pipeline rank after which the memory of these schedules only repeats, as a test checks: on more
+than 8 ranks, and on fewer, where gradient reductions stay in flight for a larger part of a round."""
 
 CUDA_CONTEXT_BYTES = int(0.9 * 2**30)
 """Most bytes that a process takes on a CUDA device before its first tensor; 0.5 GiB at least (stas00/ml-engineering,
@@ -115,6 +117,17 @@ class Ledger:
         parts["workspace"] += (found["communication"] + found["logits"]) / GIB
         outside = {"framework": self.framework_bytes, "unexplained": self.slack_bytes, "nccl": self.nccl_bytes}
         return parts | {name: size / GIB for name, size in {"peak": self.peak_bytes, **outside}.items()}
+
+    def document(self) -> dict[str, Any]:
+        """Return the ledger as a JSON object. nccl_bytes: what NCCL's buffers take at most, beside the rest.
+
+        Keys of an item: name, category; shape, dtype: of one tensor; bytes: of all tensors equal to this one together;
+        stage: pipeline stage, null if it belongs to none; first, last: events between which it is allocated."""
+        return {
+            "pp": self.pp_rank, "when": self.peak_snapshot, "peak_bytes": self.peak_bytes,
+            "framework_bytes": self.framework_bytes, "unexplained_bytes": self.slack_bytes,
+            "nccl_bytes": self.nccl_bytes, "items": [item._asdict() for item in self.items],
+        }  # fmt: skip
 
 
 class LedgerOptions(TypedDict, total=False):
@@ -184,7 +197,7 @@ _add_transfers = lru_cache(maxsize=32)(with_transfers)
 def shorten_repeating_schedule(layout: Layout) -> Layout:
     """Return the layout with fewer micro-batches and an equal memory peak, if its schedule repeats a pattern; otherwise
     return the layout itself."""
-    enough = ROUNDS * layout.pp
+    enough = layout.pp * (ROUNDS if layout.pp > 8 else ROUNDS_OF_FEW_RANKS)
     if layout.schedule not in REPEATING or layout.micro_batches % layout.pp or layout.micro_batches <= enough:
         return layout
     return layout.with_(micro_batches=enough)
@@ -255,18 +268,23 @@ class _StepReplay:
         Of passes of one kind through alike stages, in alike states, only the one with the most bytes outside it is
         computed."""
         sharded = any(flat.zero >= 2 for flat in self.step.flats)  # else all reductions are alike
-        known: dict[object, tuple[object, PassState, tuple[Reduction, ...]]] = {}
-        most: dict[object, tuple[int, int, PassState]] = {}
+        kinds: dict[object, int] = {}
+        reductions: dict[tuple[Reduction, ...], int] = {(): 0}  # numbered, as passes are many and their hashes slow
+        known: dict[tuple[StagePass, int], tuple[int, PassState, tuple[Reduction, ...], int]] = {}
+        most: dict[int, tuple[int, int, PassState]] = {}
         in_flight: tuple[Reduction, ...] = ()
+        number = 0
         for at, (each, size) in enumerate(zip(self.passes, held.tolist(), strict=True)):
-            if (each, in_flight) not in known:
+            if (each, number) not in known:
                 state = PassState(each.later and sharded, each.last, in_flight)
                 sizes = state._replace(before=tuple(one._replace(flat=one.flat._replace(unit="")) for one in in_flight))
+                alike = self._example(each.stage), each.at_once, each.kind, sizes
                 after = self.step.start_reductions(each.kind, state, self._units[each.stage])[-REDUCTIONS_IN_FLIGHT:]
-                known[each, in_flight] = (self._example(each.stage), each.at_once, each.kind, sizes), state, after
-            alike, state, in_flight = known[each, in_flight]
-            if alike not in most or size > most[alike][0]:
-                most[alike] = size, at, state
+                numbers = kinds.setdefault(alike, len(kinds)), reductions.setdefault(after, len(reductions))
+                known[each, number] = numbers[0], state, after, numbers[1]
+            kind, state, in_flight, number = known[each, number]
+            if kind not in most or size > most[kind][0]:
+                most[kind] = size, at, state
         found = []
         for size, at, state in most.values():
             each = self.passes[at]

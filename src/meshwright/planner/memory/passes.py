@@ -43,31 +43,35 @@ def list_passes(program: PipelineProgram, rank: int) -> tuple[list[StagePass], l
     answers = consumed_sends.find_consumed_sends(program, rank)
     followed = consumed_sends.find_followed_forwards(program, rank)
     forwards = Counter(stage for _, kind, stage, *_ in steps if kind == FORWARD)
-    ran, held = Counter[int](), Counter[tuple[int, int]]()
-    passes, rows = list[StagePass](), list[dict[tuple[int, int], int]]()
+    ran, passes = Counter[int](), list[StagePass]()
+    changes: list[tuple[int, int, int, int]] = []  # from this pass on, one more or one less (+-1) of these tensors
     for at, kind, stage, *of in steps:
+        now = len(passes)
         if kind in _ARRIVING:
-            held[RECEIVED, consumed_sends.compute_carried_value(kind, stage, *of)[2]] += 1
+            changes.append((now, RECEIVED, consumed_sends.compute_carried_value(kind, stage, *of)[2], 1))
         if kind > WEIGHT_GRADIENT:
             continue
-        held.subtract((SENT, value[2]) for value in answers.get(at, ()))
+        changes += [(now, SENT, value[2], -1) for value in answers.get(at, ())]
         read = consumed_sends.compute_read_value(last, kind, stage, *of)
         if read is not None:  # it becomes the stage's input, or the gradient that its snapshots count
-            held[SENT if program.placement[read[1]][read[2]] == rank else RECEIVED, read[2]] -= 1
+            changes.append((now, SENT if program.placement[read[1]][read[2]] == rank else RECEIVED, read[2], -1))
         forward, at_once = kind == FORWARD, (stage, *of) in followed
-        saved = SAVED_AT_ONCE if at_once else SAVED, stage
+        saved = SAVED_AT_ONCE if at_once else SAVED
         if kind in (BACKWARD, INPUT_GRADIENT):
             ran[stage] += 1
-            held[saved] -= 1
+            changes.append((now, saved, stage, -1))
         later, ends = ran[stage] > 1, ran[stage] == forwards[stage]
         passes.append(StagePass(stage, at_once, kind, not forward and later, not forward and ends))
-        rows.append(dict(held))
-        held[saved] += forward
+        if forward:
+            changes.append((now + 1, saved, stage, 1))
         if kind in (INPUT_GRADIENT, WEIGHT_GRADIENT):
-            held[QUEUE, stage] += 1 if kind == INPUT_GRADIENT else -1
+            changes.append((now + 1, QUEUE, stage, 1 if kind == INPUT_GRADIENT else -1))
         if stage < last if forward else kind != WEIGHT_GRADIENT and stage > 0:
-            held[SENT, stage] += 1
-    tensors = sorted(held)
-    counts = np.array([[row.get(each, 0) for each in tensors] for row in rows], np.int64)
+            changes.append((now + 1, SENT, stage, 1))
+    begins, what, stages, more = np.array(changes, np.int64).T
+    tensors, which = np.unique(what * program.stages + stages, return_inverse=True)
+    counts = np.zeros((len(passes) + 1, len(tensors)), np.int64)
+    np.add.at(counts, (begins, which), more)
+    counts = counts.cumsum(axis=0)[:-1]
     assert counts.min(initial=0) >= 0, tensors
-    return passes, tensors, counts
+    return passes, [divmod(each, program.stages) for each in tensors.tolist()], counts

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -20,7 +20,7 @@ from meshwright.planner.cost.blocks import layer_operators
 from meshwright.planner.cost.bubbles import in_flight
 from meshwright.planner.cost.communication import count_parameters, group_of
 from meshwright.planner.cost.layer_times import micro_batch_of_layout
-from meshwright.planner.cost.micro_batch import layer_examples, layer_kind
+from meshwright.planner.cost.micro_batch import LayerKind, layer_examples, layer_kinds
 from meshwright.planner.cost.operators import sum_parameters
 from meshwright.planner.cost.pipeline_times import communicated_zero_stage, place_stages
 from meshwright.planner.hardware.cluster import Cluster
@@ -29,7 +29,6 @@ from meshwright.planner.memory.ledger import CUDA_CONTEXT_BYTES, MEMORY_PARTS, L
 from meshwright.planner.memory.published import loss_bytes, published_layer
 from meshwright.planner.memory.snapshot import Allocation, count_bytes
 from meshwright.planner.problem import Problem
-from meshwright.spec.config import ModelConfig
 from meshwright.spec.stage_times import program_for
 from meshwright.spec.stages import Stage
 
@@ -92,19 +91,19 @@ def distinct_ranks(problem: Problem, layout: Layout) -> list[int]:
     most micro-batches in flight."""
     waiting, queued = in_flight(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
     held = (waiting + queued).max(axis=0)
-    places, alike = stages_at(problem, layout), dict[object, list[int]]()
+    places, alike, kinds = stages_at(problem, layout), dict[object, list[int]](), layer_kinds(problem.config)
     for rank, place in enumerate(places):
-        alike.setdefault(tuple(_find_kind(problem.config, stage) for stage in place), []).append(rank)
+        alike.setdefault(tuple(_find_kind(kinds, stage) for stage in place), []).append(rank)
     chosen = {rank for ranks in alike.values() for rank in (ranks[0], ranks[-1], max(ranks, key=held.__getitem__))}
     layers = {rank: sum(len(stage.layers) for stage in places[rank]) for rank in chosen}
     return sorted(chosen, key=lambda rank: (-held[rank] * layers[rank], -rank))
 
 
-def _find_kind(config: ModelConfig, stage: Stage) -> object:
+def _find_kind(kinds: Sequence[LayerKind], stage: Stage) -> object:
     """Return a value that is equal for stages of equal size. Windows do not count by layer: they matter only to the
-    temporaries of the layer that has the most."""
-    kinds = [layer_kind(config, layer) for layer in stage.layers]
-    counts, windows = Counter(kind._replace(window=None) for kind in kinds), frozenset(kind.window for kind in kinds)
+    temporaries of the layer that has the most. kinds: kind of each layer of the model."""
+    here = kinds[stage.layers.start : stage.layers.stop]
+    counts, windows = Counter(kind._replace(window=None) for kind in here), frozenset(kind.window for kind in here)
     return frozenset(counts.items()), windows, stage.first, stage.last
 
 

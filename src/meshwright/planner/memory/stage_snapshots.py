@@ -11,13 +11,14 @@ from typing import Any
 from meshwright.planner.cost.cached import cached_method
 from meshwright.planner.cost.dimensions import layer_dimensions
 from meshwright.planner.cost.micro_batch import MicroBatch, Number, layer_kind
-from meshwright.planner.memory import compiled_blocks, temporaries
+from meshwright.planner.memory import compiled_blocks
 from meshwright.planner.memory.attention_tiles import attention_workspaces
 from meshwright.planner.memory.compiled_blocks import Backward, CompiledBlock
 from meshwright.planner.memory.saved import saved_activations
 from meshwright.planner.memory.snapshot import Allocation, NamedSnapshot, Snapshot, activation, count_bytes, message
 from meshwright.planner.memory.states import Flat, PassState, Reduction, gradient_buffers
 from meshwright.planner.memory.teacher import TeacherMemory
+from meshwright.planner.memory.temporaries import Pass, adapter_sizes, count_unpacked_bytes
 from meshwright.program.pipeline import Kind
 from meshwright.spec.parameter_entries import REDUCTIONS_IN_FLIGHT
 from meshwright.spec.stages import LOOKED_UP, Stage
@@ -175,25 +176,36 @@ class StageSnapshots:
             layer, whole = self._layer[unit], self._whole_of[unit]
             # While a weight is unpacked, what follows it is not saved yet.
             following = sum(each.bytes for each in whole if ".mlp." in each.name)
-            sizes = temporaries.adapter_sizes(at, layer) | {
+            sizes = adapter_sizes(at, layer) | {
                 "being_computed": max(map(count_bytes, (whole, self._saved_of[unit]))),
-                "unpacked": max(0, temporaries.count_unpacked_bytes(at, layer) - following),
+                "unpacked": max(0, count_unpacked_bytes(at, layer) - following),
             }
-            computed = temporaries.Pass(layer_dimensions(at, layer, sizes), whole, f"{unit}.")
+            computed = Pass(layer_dimensions(at, layer, sizes), whole, f"{unit}.")
             yield from computed.snapshots("layer_forward")
         elif unit == "head":
             yield from self._loss(False).snapshots("loss")
         else:
-            yield from temporaries.Pass(layer_dimensions(at, 0), (), f"{unit}.").snapshots("lookup")
+            yield from Pass(layer_dimensions(at, 0), (), f"{unit}.").snapshots("lookup")
 
-    def _loss(self, again: bool) -> temporaries.Pass:
-        """Return the sizes of a pass through the loss. again: see `loss_pass`."""
-        known = {"compiled_loss": self.step.compiled, "both_ends": self.both_ends}
-        sizes = {}
-        if self.step.teacher is not None:
-            sizes, cached = self.step.teacher.loss_sizes, self.step.teacher.teacher.top_k > 0
-            known |= {"taught": True, "cached": cached}
-        return temporaries.loss_pass(self.batch, self.saved, again, sizes, **known)
+    def _loss(self, again: bool) -> Pass:
+        """Return a pass through the loss. again: True for the backward of a loss whose forward saved no gradient, so
+        that the loss is computed again."""
+        at, config, teacher = self.batch, self.batch.config, self.step.teacher
+        chunks = at.loss_chunks if config.head in ("next", "masked") else []
+        longest = max(chunks, default=0)
+        kept = {each.name: each.bytes for each in self.saved}
+        sizes: dict[str, Number] = {
+            "longest": longest, "head_width": at.vocabulary, "sliced": at.loss_slice(longest),
+            "kept_weight": kept.get("head.weight.gradient", 0), **(teacher.loss_sizes if teacher else {}),
+        }  # fmt: skip
+        flags = {
+            "again": again, "several_chunks": len(chunks) > 1, "compiled_loss": self.step.compiled,
+            "both_ends": self.both_ends, "taught": teacher, "cached": teacher and teacher.teacher.top_k,
+            "sums_wide": len(chunks) > 2 or (at.narrow and at.device == "cuda"),
+            "keeps_hidden": "head.hidden.gradient" in kept, "keeps_weight": "head.weight.gradient" in kept,
+            "computes_weight": (again and config.adapter is None) or "head.weight.gradient" in kept,
+        }  # fmt: skip
+        return Pass(layer_dimensions(at, 0, sizes, flags), self.saved)
 
     def _backward(self, split: bool, state: PassState) -> Iterator[Snapshot]:
         """Yield the memory snapshots of one micro-batch's backward in order. split: True for a backward that computes
@@ -242,7 +254,7 @@ class StageSnapshots:
         queue: bytes of the operands of queued weight gradients."""
         flags = {"split": split, "of_head": is_head, "arrived": arrived, "queued": queue, "last": self.stage.last}
         sizes = layer_dimensions(self.batch, 0, {"queue": queue}, flags | {"both_ends": self.both_ends})
-        return [each for _, tensors in temporaries.Pass(sizes).snapshots("held_in_backward") for each in tensors]
+        return [each for _, tensors in Pass(sizes).snapshots("held_in_backward") for each in tensors]
 
     def _weight_gradients(self, state: PassState) -> Iterator[Snapshot]:
         """Yield the memory snapshots of the pass that computes queued weight gradients. state: state of the stage when
@@ -289,7 +301,10 @@ class StageSnapshots:
             for name, extras in self._layer_backward(example, split, unit == self.units[-1]):
                 yield name, [*more, *extras]
         elif unit in LOOKED_UP and self.batch.config.adapter is None:
-            yield from temporaries.embedding_pass(self.batch, unit).snapshots("embedding")
+            config = self.batch.config
+            tables = {"positions": config.max_positions, "token_types": config.token_types}
+            sizes = layer_dimensions(self.batch, 0, {"table": tables.get(unit) or self.batch.vocabulary})
+            yield from Pass(sizes).snapshots("embedding")
 
     @cached_method
     def _layer_backward(self, unit: str, split: bool, arrived: bool) -> list[NamedSnapshot]:
@@ -298,9 +313,9 @@ class StageSnapshots:
         of the layer's output."""
         at, number, saved = self.batch, self._layer[unit], self._whole_of[unit]
         kind, queue = layer_kind(at.config, number), int(queued_bytes(at, saved, number, False)) if split else 0
-        sizes = temporaries.adapter_sizes(at, number) | {"split": int(split), "mlp_queue": queue}
+        sizes = adapter_sizes(at, number) | {"split": int(split), "mlp_queue": queue}
         flags = {"split": split, "arrived": arrived}
-        layer = temporaries.Pass(layer_dimensions(at, number, sizes, flags), saved, f"{unit}.")
+        layer = Pass(layer_dimensions(at, number, sizes, flags), saved, f"{unit}.")
         return [
             (name, [*extras, *(attention_workspaces(at, kind) if name == ".attention" else ())])
             for section in ("mixture" if kind.mixed else "mlp", "mlp_norm", "attention")

@@ -7,7 +7,7 @@ sources.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -101,38 +101,3 @@ def adapter_sizes(batch: MicroBatch, layer: int) -> dict[str, Number]:
         found[f"{name}_masks"] = masks.get(f"{mlp}.{name}.adapter.a", 0)
         found[f"{name}_unpacked"] = 0 if mixed else count_unpacked_bytes(batch, layer, f"mlp.{name}", sizes[result])
     return found
-
-
-# --- both ends of the model
-
-
-def loss_pass(
-    batch: MicroBatch, saved: Sequence[Allocation], again: bool, more: Mapping[str, Number], **known: bool
-) -> Pass:
-    """Return the sizes of a pass through the loss, from which its memory snapshots are computed. saved: saved
-    activations of the stage; again: True for the backward of a loss whose forward saved no gradient, so that the loss
-    is computed again; more: further sizes, those of distillation; known: properties "compiled_loss", "both_ends",
-    "taught" and "cached" for conditions of `tensors.toml`."""
-    config = batch.config
-    chunks = batch.loss_chunks if config.head in ("next", "masked") else []
-    longest = max(chunks, default=0)
-    kept = {each.name: each.bytes for each in saved}
-    sizes: dict[str, Number] = {
-        "longest": longest, "head_width": batch.vocabulary, "sliced": batch.loss_slice(longest),
-        "kept_weight": kept.get("head.weight.gradient", 0),
-    }  # fmt: skip
-    flags = {
-        "again": again, "several_chunks": len(chunks) > 1, **known,
-        "sums_wide": len(chunks) > 2 or (batch.narrow and batch.device == "cuda"),
-        "keeps_hidden": "head.hidden.gradient" in kept, "keeps_weight": "head.weight.gradient" in kept,
-        "computes_weight": (again and config.adapter is None) or "head.weight.gradient" in kept,
-    }  # fmt: skip
-    return Pass(layer_dimensions(batch, 0, sizes | dict(more), flags), saved)
-
-
-def embedding_pass(batch: MicroBatch, unit: str) -> Pass:
-    """Return the sizes of a pass through an embedding table, from which its memory snapshots are computed. unit: table,
-    "embedding", "positions" or "token_types"."""
-    config = batch.config
-    tables = {"positions": config.max_positions, "token_types": config.token_types}
-    return Pass(layer_dimensions(batch, 0, {"table": tables.get(unit) or batch.vocabulary}))

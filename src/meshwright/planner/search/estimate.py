@@ -27,7 +27,6 @@ from meshwright.planner.memory.states import optimizer_kinds
 from meshwright.planner.models import config_of, find_recipe, model_of, model_substitution_note
 from meshwright.planner.problem import Problem, parse_reserve
 from meshwright.spec.config import ModelConfig
-from meshwright.spec.parameters import parameter_table
 from meshwright.spec.refuse import refuse
 from meshwright.spec.work import MASKED_SHARE
 
@@ -257,10 +256,3 @@ def _warnings(problem: Problem, layout: Layout, memory: Ledger) -> list[str]:
         (line := problem.compile and memory.compiled and version_warning(), line),
     )  # fmt: skip
     return [str(line) for occurs, line in lines if occurs]
-
-
-def model_document(config: ModelConfig) -> dict[str, int]:
-    """Return {"parameters": number of a model's parameters, "active_parameters": number that each token uses} for
-    JSON."""
-    table = parameter_table(config)
-    return {"parameters": table.numel, "active_parameters": table.active_numel}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -62,6 +63,14 @@ class TooLargeLayout:
     instead: Layout | None
     instead_seconds: float | None
 
+    def document(self) -> dict[str, Any]:
+        """Return the JSON entry that `meshwright plan --json` prints for this layout."""
+        return {
+            "layout": str(self.layout), "step_seconds": self.seconds, "change": self.change,
+            "instead": None if self.instead is None else str(self.instead),
+            "instead_step_seconds": self.instead_seconds,
+        }  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
@@ -89,6 +98,13 @@ class SearchResult:
     differences: tuple[float, ...] = ()
     advice: tuple[TooLargeLayout, ...] = ()
     undecided: int = 0
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON entries of a search in `meshwright plan --json`, beside the best layouts."""
+        return {
+            "searched": self.searched, "search_seconds": self.seconds, "undecided": self.undecided,
+            "too_large": [one.document() for one in self.advice],
+        }  # fmt: skip
 
 
 def search(problem: Problem, top: int = 5) -> SearchResult:

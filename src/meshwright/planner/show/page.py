@@ -26,7 +26,6 @@ from meshwright.planner.search.nearest import Nearest
 from meshwright.planner.search.search import SearchResult
 from meshwright.planner.search.shortlist import add_device_overhead
 from meshwright.planner.show import text
-from meshwright.planner.show.notation import notation_legend, recipe_block, selection_note
 from meshwright.program.simulate_pipeline import simulate_pipeline
 from meshwright.program.timeline import build_pipeline_timeline
 from meshwright.spec.refuse import refuse
@@ -47,7 +46,7 @@ def plan_page(plan: Plan, model: str) -> str:
         parts += _search(plan.search, plan.nearest)
     for one in [*plan.estimates, *([plan.nearest.least] if plan.nearest else [])][:1]:
         parts += _layout(one)
-    notation = notation_legend(one.layout for one in plan.estimates)
+    notation = text.notation_legend(one.layout for one in plan.estimates)
     parts += [element("h2", "Layout notation"), table((), notation)] if notation else []
     return draw.page(f"plan of {model}", *parts)
 
@@ -60,7 +59,7 @@ def _search(result: SearchResult, least: Nearest | None) -> Iterator[Markup]:
         head = ("layout", "step s", "low", "high", "tokens/s/device", "MFU", f"memory {unit.name}")
         yield element("h2", f"The best of {result.searched:,} layouts")
         yield table((*head, "compared with the first"), text.best_cells(result, unit))
-        yield paragraph(selection_note(result.best), muted=True)
+        yield paragraph(text.selection_note(result.best), muted=True)
         yield paragraph("Low and high: bounds within which measured step times are expected.", muted=True)
     else:
         yield element("h2", f"None of {result.searched:,} layouts fits in memory")
@@ -93,7 +92,7 @@ def _layout(estimate: Estimate) -> Iterator[Markup]:
         yield paragraph(f"warning: {line}")
     if estimate.fits and not problem.only_planned:
         yield paragraph("Set these keys in your recipe:", muted=True)
-        yield element("pre", recipe_block(estimate))
+        yield element("pre", text.recipe_block(estimate))
     yield element("h2", "Time by component")
     yield time_bar(text.list_parts(time))
     if estimate.layout.world_size > 1:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from meshwright.layout import Layout
@@ -13,14 +14,15 @@ from meshwright.planner.hardware.calibration import Calibration
 from meshwright.planner.memory.ledger import Ledger
 from meshwright.planner.memory.rank_memory import merge_layers
 from meshwright.planner.memory.snapshot import Allocation
+from meshwright.planner.models import model_document
 from meshwright.planner.problem import Problem
-from meshwright.planner.search.estimate import Estimate, model_document
+from meshwright.planner.search.estimate import Estimate
 from meshwright.planner.search.nearest import Nearest
 from meshwright.planner.search.search import SearchResult, TooLargeLayout
 from meshwright.planner.search.shortlist import MOST_PRICED
 from meshwright.planner.show.explain import OperationTime
-from meshwright.planner.show.notation import notation_legend, recipe_block, selection_note
 from meshwright.terminal import LEAST_WORDS, wrap_line
+from meshwright.toml import read_packaged_toml
 
 WIDE = 200
 """Characters of a line if the width of the terminal is unknown."""
@@ -222,6 +224,35 @@ def usage_text(best: Sequence[Estimate], width: int = WIDE) -> str:
     block = ["recipe keys:", *(f"  {line}" for line in keys)] if keys else []
     legend = "; ".join(f"{part} {meaning}" for part, meaning in notation_legend(one.layout for one in best))
     return "\n".join([*block, wrap_line(f"notation: {legend}", width, "  ")])
+
+
+def notation_legend(layouts: Iterable[Layout]) -> list[tuple[str, str]]:
+    """Return (part of the layout notation, meaning), such as ("dpN", "N replicas ..."), for every part that occurs in
+    `layouts`."""
+    words = {word for layout in layouts for word in str(layout).split()}
+
+    def occurs(pattern: str) -> bool:
+        """Return True if the regular expression `pattern` matches a word of the layouts; one without ":" may also match
+        the beginning of a word, up to a ":"."""
+        return any(re.fullmatch(pattern if ":" in pattern else rf"{pattern}(:.*)?", word) for word in words)
+
+    parts = read_packaged_toml("planner/show/notation.toml")["parts"]
+    return [(part, meaning) for pattern, part, meaning in parts if occurs(pattern)]
+
+
+def recipe_block(estimate: Estimate) -> str:
+    """Return TOML lines of recipe keys with which `meshwright train` runs an estimate's layout, sequence length and
+    batch."""
+    problem = estimate.problem
+    return f'layout = "{estimate.layout}"\ndata.sequence = {problem.sequence}\ntrain.batch = {problem.batch}\n'
+
+
+def selection_note(best: Iterable[Estimate]) -> str:
+    """Return a note to print below a table of the best layouts. It says that the table has the fastest layout of each
+    kind, and explains the mark "tight" if a layout has this mark. best: estimates in the table."""
+    tight = any(one.tight for one in best)
+    mark = " Tight: less than 5% of the memory limit stays free." if tight else ""
+    return f"The fastest layout of each kind; others of the same kind differ in the sizes of the axes.{mark}"
 
 
 def share_text(share: float) -> str:
