@@ -77,8 +77,8 @@ class Cases:
             write_result(self.name, {k: v for k, v in self.document.items() if k not in keys}, quiet=True)
 
     def end(self) -> int:
-        """Print the longest cases, and the document where it is not written; the exit code: 1 when a case failed or was
-        left out."""
+        """Print the longest cases, and the document where it is not written. Return the exit code: 1 if a case failed
+        or was left out."""
         whole = time.perf_counter() - self.begun
         longest = [f"{seconds} s {title}" for title, seconds in self.document.get("case_seconds", {}).items()][:10]
         print(f"{whole:.0f} s, of which {'; '.join(longest)}", file=sys.stderr)

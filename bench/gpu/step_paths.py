@@ -210,8 +210,9 @@ def chunked_product(device: str, shape: dict[str, int], ranks: int) -> dict[str,
 
 
 def graph_with_calls(device: str, shape: dict[str, int]) -> dict[str, Any]:
-    """Losses of steps whose layers call a communicator of one rank, as under `tp`, launched and replayed with
-    deterministic kernels; whether they are equal, and seconds to close the communicators, which wait for graphs."""
+    """Train with layers that make the calls of `tp` over a communicator of one rank, launched and replayed, with
+    deterministic kernels. Return: "equal", True if the losses are the same bits; "sites", number of call sites;
+    "close_seconds", seconds until the communicators are closed, which wait for graphs."""
     losses: list[list[float]] = []
     cuda = device.startswith("cuda")
     options: dict[str, Any] = {"backend": "nccl", "device_id": torch.device("cuda", 0)} if cuda else {"backend": "gloo"}
@@ -232,7 +233,7 @@ def graph_with_calls(device: str, shape: dict[str, int]) -> dict[str, Any]:
 
 
 def graph_cases(cases: Any, device: str, shapes: dict[str, dict[str, int]]) -> None:
-    """Run the cases of CUDA graphs: where launches bound the step first. Arguments: as of `step_cases`."""
+    """Run the cases of CUDA graphs, first a shape whose step the host's launches bound. Arguments: see `step_cases`."""
     first, shape = next(iter(shapes.items()))
     launch_bound = {**shape, "layers": 8, "hidden": 512, "heads": 8, "kv_heads": 8, "intermediate": 1408, "batch": 2}
     launch_bound |= {"sequence": 512}

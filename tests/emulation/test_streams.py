@@ -714,7 +714,7 @@ def replay_on_streams(text: str, overlap: str = "off") -> tuple[Any, Any]:
     ["dp2 zero1", "dp2 zero1 tp2 ac:selective", *exhaustive("tp2 mb2 ac:full", "tp3:nosp", "dp2 tp2 mb2", "tp4")],
 )
 def test_replays_of_a_graph_with_calls_to_other_ranks_equal_launched_steps(text: str):
-    """And so do the counted bytes."""
+    """Losses, gradient norms and counted bytes."""
     found, plain = replay_on_streams(text)
     assert found == plain
     assert all(len({loss for loss, _ in steps}) == 4 for steps, _ in found)

@@ -121,7 +121,7 @@ class Capture(TorchDispatchMode):
 
 
 _CAPTURES: dict[int, list[Capture]] = {}
-"""Captures that threads are in."""
+"""Nested captures of each thread, by thread ID."""
 
 
 class _CapturedWork:
@@ -170,9 +170,7 @@ class CapturedCalls(ExitStack):
                     each if kept is None else replace(each, inputs=kept[0], outputs=kept[1])
                     for each, kept in zip(given, tensors, strict=True)
                 ]
-                held = _CAPTURES.pop(
-                    threading.get_ident(), []
-                )  # calls of a group of messages are no calls of their own
+                held = _CAPTURES.pop(threading.get_ident(), [])  # the messages of a group are not recorded again
                 try:
                     found = post(*renewed, **options)
                 finally:

@@ -30,11 +30,11 @@ PAIRS = ["data.records=preference", "data.train_on=responses", "data.document_ma
         *(
             (
                 [f"layout={layout}"],
-                "a CUDA graph has no calls of layers under cp and pp to other ranks; use dp and tp alone",
+                "CUDA graphs are not supported under cp and pp; use only dp and tp",
             )
             for layout in ("tp2 cp2", "dp2 cp2", "pp2 mb2")
         ),
-        (["layout=dp2 zero2"], "a CUDA graph has no calls of layers under zero2 to other ranks; use zero1"),
+        (["layout=dp2 zero2"], "CUDA graphs are not supported under zero2; use zero1"),
         (["layout=dp2 zero1 tp2"], None),
         (PAIRS, 'a CUDA graph is for objective "next-token"; "dpo" has inputs of changing shapes'),
         (["data.document_mask=true"], None),
@@ -60,7 +60,7 @@ PAIRS = ["data.records=preference", "data.train_on=responses", "data.document_ma
         ([*OF_EXPERTS, "layout=tp2 bf16"], None),
         (
             [*OF_EXPERTS, "layout=tp2 ep2 bf16"],
-            "a CUDA graph has no calls of experts under ep to other ranks; use dp and tp alone",
+            "CUDA graphs are not supported under ep; use only dp and tp",
         ),
         ([], None),
     ],

@@ -71,7 +71,7 @@ class Communicator:
         self.launched_rows: dict[str, tuple[Any, torch.Tensor]] = {}
         """Key of each axis over which rows are in flight (`operators.launch_rows`) -> handle and received rows."""
         self.release_graphs: Callable[[], None] = lambda: None
-        """Releases CUDA graphs that contain calls; NCCL closes no communicator before (ncclCommDestroy waits)."""
+        """Releases the CUDA graphs that contain collective calls: until then ncclCommDestroy waits."""
 
     @contextmanager
     def record_new_groups(self, everybody: tuple[int, ...], first: tuple[int, ...], operation: str) -> Iterator[None]:

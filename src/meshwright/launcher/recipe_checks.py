@@ -108,8 +108,8 @@ def check_memory(recipe: Recipe, machine_bytes: int) -> None:
 def check_cuda_graphs(recipe: Recipe, config: ModelConfig) -> None:
     """Raise `UserError` with the first reason why forward and backward of the recipe cannot be one CUDA graph, if
     `train.cuda_graphs` is set, on any device. A graph repeats the kernels of one step on other values: neither shapes
-    nor numbers that the host reads may change from step to step. Of the calls to other ranks those of `tp` are part of
-    it; those of ZeRO-0 and 1 are made before and after it.
+    nor numbers that the host reads may change from step to step. The graph contains the collective calls of `tp`; those
+    of ZeRO-0 and 1 are made before and after it.
 
     config: architecture of the recipe's model."""
     layout = recipe.parsed_layout
@@ -126,13 +126,13 @@ def check_cuda_graphs(recipe: Recipe, config: ModelConfig) -> None:
         f"a replay of a CUDA graph makes no copies of the host's masks, which attention with {kind} needs for"
     )
     if layout.world_size > layout.dp * layout.tp:
-        problem = "a CUDA graph has no calls of layers under cp and pp to other ranks; use dp and tp alone"
+        problem = "CUDA graphs are not supported under cp and pp; use only dp and tp"
     elif layout.zero > 1:
-        problem = f"a CUDA graph has no calls of layers under zero{layout.zero} to other ranks; use zero1"
+        problem = f"CUDA graphs are not supported under zero{layout.zero}; use zero1"
     elif recipe.objective != "next-token":
         problem = f'a CUDA graph is for objective "next-token"; "{recipe.objective}" has inputs of changing shapes'
     elif layout.expert_parallel:
-        problem = "a CUDA graph has no calls of experts under ep to other ranks; use dp and tp alone"
+        problem = "CUDA graphs are not supported under ep; use only dp and tp"
     elif config.experts and (layout.precision != "bf16" or any(size % 8 for size in sizes)):
         problem = (
             "the host reads how many tokens each expert gets, unless layers have sizes that are multiples of 8 and are "

@@ -43,7 +43,8 @@ class Mixture(nn.Module):
         self.experts = Experts(config, axes, **options)
         width = config.shared_intermediate // axes.tensor.size
         # Its partial sums are added to those of the routed experts: one reduction over tp covers both. Under expert
-        # parallelism it has its own calls, with which its products overlap. The backward of a gate reads its output.
+        # parallelism it has its own calls, with which its products overlap. If a gate multiplies its output, this is
+        # not discarded, because the gate's backward reads it.
         of_shared = axes if self.expert_parallel else SINGLE_DEVICE
         of_shared = replace(of_shared, recompute=Recompute()) if config.shared_gate else of_shared
         self.shared = FeedForward(config, of_shared, width, **options) if width else None

@@ -84,8 +84,8 @@ class ParallelLinear(Linear):
         self.site = site
 
     def can_overlap(self, column: bool) -> bool:
-        """Return True if the layer's products can overlap with their collective calls: its weight is not packed, or one
-        function computes them together with those of an adapter. `column`: True for a column-parallel layer."""
+        """Return True if the layer's products can overlap with their collective calls: its weight is not packed, or its
+        adapter computes both products in one autograd function. `column`: True for a column-parallel layer."""
         return self.packed is None if self.adapter is None else self.adapter.can_overlap(self, column)
 
     def find_overlap(self, column: bool) -> Overlap | None:

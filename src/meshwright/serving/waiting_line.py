@@ -112,9 +112,9 @@ class _Place:
         watched: Time of the earliest scheduled check of this place.
         expected: True if the client is expected to retry, False if it is late.
         retried: True if the client has retried, early or when due. If it is refused again and then stays away, this
-            does not lower `WaitingLine.returning`: too short promises would otherwise cause shorter ones.
-        returned: True if the client has retried, until the next check of the place includes the retry in
-            `WaitingLine.returning`: at the same delay as absent clients, or their share would be underestimated.
+            does not lower `WaitingLine.returning`: predicted waits that are too short would become even shorter.
+        returned: True from a retry until the next check of the place, which includes the retry in
+            `WaitingLine.returning`: with the same delay as for absent clients, whose share would else be too low.
     """
 
     key: bytes

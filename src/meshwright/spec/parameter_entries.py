@@ -124,8 +124,8 @@ class ParameterEntry:
         active: Fraction of all tokens that use the entry, below 1 for routed experts.
         partial: Reason why tp ranks that hold the same values compute only partial gradients of them. "sequence": the
             ranks see different tokens under sequence parallelism; "heads": the ranks compute different heads or expert
-            columns; "gate": these, or under expert parallelism, where a gate multiplies the sum over the ranks,
-            different tokens. None: each rank computes the complete gradient.
+            columns; "gate": the gate of a shared expert, as "heads", but under expert parallelism, where it multiplies
+            the sum over the ranks, as "sequence". None: each rank computes the complete gradient.
         balances: True for a bias on router scores that balances the experts' load. Its gradient is the load of its
             expert minus the mean load; it is excluded from the gradient norm, and the optimizer follows its sign.
         trainable: False for a frozen parameter of a model with an adapter: it is held, and sharded like any other, but

@@ -50,15 +50,15 @@ RunPasses = Callable[[Sequence[MicroBatch], Divisor], torch.Tensor]
 
 
 GRAPH_SITE = "layers"
-"""Site under which the flight recorder has a replay of a graph's collective calls."""
+"""Site under which the flight recorder lists a replay of a graph's collective calls."""
 
 
-class _CapturedCalls(CallWriter):
-    """Recorder of the collective calls that a capture queues. They are made at each replay, which records them as one
-    call of each process group: the host sees no end of one before that of the graph.
+class _CapturedCallWriter(CallWriter):
+    """Flight recorder's writer during a capture, in which no call is made. A replay makes the captured calls, and is
+    recorded as one call of each process group, because the host cannot observe the end of a call inside a graph.
 
-    calls: recorder of this process. `payloads`: bytes of the captured calls, by (number of the process group, name of
-    the mesh axis)."""
+    calls: writer of this process. `payloads`: bytes of the captured calls, by (number of the process group, name of the
+    mesh axis)."""
 
     def __init__(self, calls: CallWriter) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class _CapturedCalls(CallWriter):
         self.payloads: Counter[tuple[int, str]] = Counter()
 
     def register_group(self, ranks: Sequence[int], pair: tuple[int, int] | None = None) -> int:
-        """Register a group in the recorder of this process; see `CallWriter.register_group`."""
+        """Register a group with the writer of this process; see `CallWriter.register_group`."""
         return self._calls.register_group(ranks, pair)
 
     def count_calls(self, group: int) -> int:
@@ -90,8 +90,8 @@ class _CapturedStep(NamedTuple):
 
     graph: the graph. micro_batches: micro-batches that it reads. inputs: their tensors, then the divisor of the loss;
     each replay reads the values that these tensors hold. shares: result that each replay overwrites. reductions:
-    functions that start and end the reductions of the gradients, in the order of backward. record, payloads: number and
-    bytes of the collective calls in the graph, for the byte counts and for the flight recorder."""
+    functions that start the reductions of the gradients or wait for them, in the order of backward. record: calls and
+    bytes in the graph by site. payloads: bytes by process group, for the flight recorder."""
 
     graph: torch.cuda.CUDAGraph
     micro_batches: Sequence[MicroBatch]
@@ -135,8 +135,8 @@ class GraphedForwardBackward:
     pass. So does a step whose micro-batches have other shapes than those before it (`FixedDocuments`); then another
     graph is captured.
 
-    run: runs forward and backward without a graph. Its calls with tensors of the same shapes must launch the same
-    kernels and calls to other ranks, without a wait of the host, and all-gather parameters and reduce gradients once
+    run: runs forward and backward without a graph. For tensors of the same shapes it must launch the same kernels and
+    collective calls, without a wait of the host, and all-gather each parameter and reduce each gradient once
     (`launcher.recipe_checks.check_cuda_graphs`).
     passes: object that marks the phases of the step for the trainer's clock."""
 
@@ -149,8 +149,8 @@ class GraphedForwardBackward:
         passes.engine.mesh.communicator.release_graphs = self.release
 
     def release(self) -> None:
-        """Release the captured graph; the next step captures another. A communicator of NCCL that is being closed waits
-        until no graph has calls over it."""
+        """Release the captured graph; the next step captures another. NCCL closes a communicator only when no graph
+        contains calls over it."""
         self._captured = None
 
     def __call__(self, micro_batches: Sequence[MicroBatch], divisor: Divisor) -> torch.Tensor:
@@ -182,8 +182,8 @@ class GraphedForwardBackward:
         return captured.shares
 
     def _replay(self, captured: _CapturedStep) -> None:
-        """Replay a graph, and record its collective calls as if they were made now: in the byte counts each under its
-        site, in the flight recorder as one call of each process group."""
+        """Replay a graph and record its collective calls: in the byte counts each under its site, in the flight
+        recorder as one call of each process group."""
         communicator = self._passes.engine.mesh.communicator
         calls, record = communicator.calls, communicator.record
         numbers = [
@@ -205,7 +205,7 @@ class GraphedForwardBackward:
         graph = torch.cuda.CUDAGraph()
         reductions: list[Callable[[], None]] = []
         reducer, communicator = self._passes.engine.gradients.reducer, self._passes.engine.mesh.communicator
-        captured_calls, captured_record = _CapturedCalls(communicator.calls), Record()
+        captured_calls, captured_record = _CapturedCallWriter(communicator.calls), Record()
         launch, reducer.launch = reducer.launch, reductions.append
         mark, self._passes.mark = self._passes.mark, lambda part: None  # a captured event has no time
         calls, communicator.calls = communicator.calls, captured_calls

@@ -19,8 +19,8 @@ def format_exposed_layers(model: nn.Module, mesh: Mesh, compiled: bool) -> list[
         return []
 
     def overlaps(layer: ParallelLinear) -> bool:
-        """Return True if the products of `layer` overlap with calls. A layer whose own calls are trivial adds its
-        partial sums to others, as the shared expert of a mixture does without expert parallelism."""
+        """Return True if the products of `layer` overlap with collective calls. A layer without calls of this axis
+        adds its partial sums to others, as the shared expert of a mixture does without expert parallelism."""
         traced = compiled and layer.adapter is not None
         return not (layer.tensor.trivial or traced) and layer.can_overlap(isinstance(layer, ColumnParallelLinear))
 

@@ -174,7 +174,7 @@ def _run_as_rank(
             calls.close()
         if start.rank == 0:
             directory.close()
-        if mesh is not None:
+        if mesh is not None:  # before the process groups are destroyed
             mesh.communicator.release_graphs()
         if start.ranks > 1 and not joined and sys.exc_info()[0] is None:
             dist.destroy_process_group()

@@ -196,7 +196,7 @@ class _TimeModel(NamedTuple):
         seconds in which the CPU launches one kernel or collective; 0: the CPU is never the bottleneck."""
         found = np.zeros((len(PHASES), len(MICRO_BATCH_PARTS), len(self.groups.which)))
         issued = np.zeros((len(PHASES), len(self.groups.which)))
-        covers: dict[tuple[str, Phase], Any] = defaultdict(float)  # seconds of kernels that calls may overlap
+        covers: dict[tuple[str, Phase], Any] = defaultdict(float)  # seconds of kernels that may hide calls
         for one in blocks.list_kernels(operators) if kernels is None else kernels:
             taken = self.rates.seconds(one, self.batch.kernel)
             found[_PHASE[one.phase], 0] += taken

@@ -72,7 +72,7 @@ def layer_kind(config: ModelConfig, layer: int) -> LayerKind:
 
 @lru_cache(maxsize=64)
 def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
-    """Return the kind of each layer of a model."""
+    """Return the kind of each layer of a model, in order."""
     return tuple(layer_kind(config, layer) for layer in range(config.layers))
 
 

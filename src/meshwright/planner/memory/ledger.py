@@ -56,7 +56,7 @@ REPEATING = (
 )  # fmt: skip
 ROUNDS, ROUNDS_OF_FEW_RANKS = 3, 4
 """Micro-batches per pipeline rank after which the memory of these schedules only repeats, as a test checks: on more
-than 8 ranks, and on fewer, where gradient reductions stay in flight for a larger part of a round."""
+than 8 pipeline ranks, and on up to 8, where gradient reductions stay in flight for a larger part of a round."""
 
 CUDA_CONTEXT_BYTES = int(0.9 * 2**30)
 """Most bytes that a process takes on a CUDA device before its first tensor; 0.5 GiB at least (stas00/ml-engineering,
@@ -119,7 +119,7 @@ class Ledger:
         return parts | {name: size / GIB for name, size in {"peak": self.peak_bytes, **outside}.items()}
 
     def document(self) -> dict[str, Any]:
-        """Return the ledger as a JSON object. nccl_bytes: what NCCL's buffers take at most, beside the rest.
+        """Return the ledger as a JSON object. nccl_bytes: maximum bytes of NCCL's buffers, in no other entry.
 
         Keys of an item: name, category; shape, dtype: of one tensor; bytes: of all tensors equal to this one together;
         stage: pipeline stage, null if it belongs to none; first, last: events between which it is allocated."""
@@ -269,7 +269,7 @@ class _StepReplay:
         computed."""
         sharded = any(flat.zero >= 2 for flat in self.step.flats)  # else all reductions are alike
         kinds: dict[object, int] = {}
-        reductions: dict[tuple[Reduction, ...], int] = {(): 0}  # numbered, as passes are many and their hashes slow
+        reductions: dict[tuple[Reduction, ...], int] = {(): 0}  # numbered: hashing them for each pass takes long
         known: dict[tuple[StagePass, int], tuple[int, PassState, tuple[Reduction, ...], int]] = {}
         most: dict[int, tuple[int, int, PassState]] = {}
         in_flight: tuple[Reduction, ...] = ()

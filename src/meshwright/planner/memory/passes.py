@@ -44,7 +44,7 @@ def list_passes(program: PipelineProgram, rank: int) -> tuple[list[StagePass], l
     followed = consumed_sends.find_followed_forwards(program, rank)
     forwards = Counter(stage for _, kind, stage, *_ in steps if kind == FORWARD)
     ran, passes = Counter[int](), list[StagePass]()
-    changes: list[tuple[int, int, int, int]] = []  # from this pass on, one more or one less (+-1) of these tensors
+    changes: list[tuple[int, int, int, int]] = []  # (first pass with the new count, tensor, its stage, +1 or -1)
     for at, kind, stage, *of in steps:
         now = len(passes)
         if kind in _ARRIVING:
@@ -68,10 +68,10 @@ def list_passes(program: PipelineProgram, rank: int) -> tuple[list[StagePass], l
             changes.append((now + 1, QUEUE, stage, 1 if kind == INPUT_GRADIENT else -1))
         if stage < last if forward else kind != WEIGHT_GRADIENT and stage > 0:
             changes.append((now + 1, SENT, stage, 1))
-    begins, what, stages, more = np.array(changes, np.int64).T
-    tensors, which = np.unique(what * program.stages + stages, return_inverse=True)
+    begins, what, stages, change = np.array(changes, np.int64).T
+    tensors, columns = np.unique(what * program.stages + stages, return_inverse=True)
     counts = np.zeros((len(passes) + 1, len(tensors)), np.int64)
-    np.add.at(counts, (begins, which), more)
+    np.add.at(counts, (begins, columns), change)
     counts = counts.cumsum(axis=0)[:-1]
     assert counts.min(initial=0) >= 0, tensors
     return passes, [divmod(each, program.stages) for each in tensors.tolist()], counts

@@ -237,7 +237,7 @@ def _warnings(problem: Problem, layout: Layout, memory: Ledger) -> list[str]:
     lines = (
         (config.planning_only, f"{config.family} can be planned but not run: {config.planning_only}"),
         (refusal, f"meshwright train refuses it: {refusal}"),
-        (outside and ours, "meshwright train refuses it: train.cuda_graphs is for tp and dp with zero0 or zero1 alone"),
+        (outside and ours, "meshwright train refuses it: train.cuda_graphs supports only tp, dp, zero0 and zero1"),
         (outside and not ours, f"{engine.name} is not known to have {' and '.join(outside)}; priced as if it had"),
         (config.prediction_layers, "multi-token prediction: its parameters and time are priced, not its activations"),
         (other_latent, "latent attention: kernels and memory are those of this engine's uncompiled blocks"),

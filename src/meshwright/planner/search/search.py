@@ -100,7 +100,7 @@ class SearchResult:
     undecided: int = 0
 
     def document(self) -> dict[str, Any]:
-        """Return the JSON entries of a search in `meshwright plan --json`, beside the best layouts."""
+        """Return the entries of a search in `meshwright plan --json`, except the list of the best layouts."""
         return {
             "searched": self.searched, "search_seconds": self.seconds, "undecided": self.undecided,
             "too_large": [one.document() for one in self.advice],
