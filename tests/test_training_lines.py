@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from meshwright.cli.train import _format_result
 from meshwright.comm.mesh import Mesh
@@ -84,7 +85,7 @@ class Console:
         self.mesh.world_size = recipe.parsed_layout.world_size
         config = config_from_recipe(recipe.model, recipe.data.sequence, recipe.data.vocabulary)
         task: Any = SimpleNamespace(
-            config=config, recipe=recipe, table=parameter_table(config),
+            config=config, recipe=recipe, table=parameter_table(config), model=nn.Module(), mesh=self.mesh,
             objective=SimpleNamespace(metric_names=(), teacher_work=None),
             tokens=SimpleNamespace(tokens=tokens), data=SimpleNamespace(format_packing_lines=lambda: ()),
         )  # fmt: skip
