@@ -2,12 +2,13 @@
 
 `bench/data/published_runs.csv` has the columns of the table that `bench/plan_accuracy.py` takes, and two more: the
 engine whose kernels are priced, and whether its blocks were compiled. `bench/data/unseen_runs.csv` has two more: the
-part of its sources, "development", "test", "fresh", "fresh-2", "fresh-3", "fresh-4" or "test-2", to which they were
-assigned before any of their runs was priced (the fresh parts were recorded one after the other; all but "test-2" give
-bounds), and devices per node where they are not 8. A source in no part, "inferred", has a network that is known only
-from its own step times, so that these are evidence of nothing. `flash_attention` is "yes", "no", or a kernel such as
-"flash-1" where the authors name it. Engines of "test" and "fresh-2" were once those that names suggest; since their
-errors were studied, they are those that authors describe. Those of "test-2" are what its authors say in the notes.
+part of its sources, "development", "test", "fresh", "fresh-2", "fresh-3", "fresh-4", "test-2" or "test-3", to which
+they were assigned before any of their runs was priced (the fresh parts and the last were recorded one after the other;
+all but "test-2" and "test-3" give bounds), and devices per node where they are not 8. A source in no part, "inferred",
+has a network that is known only from its own step times, so that these are evidence of nothing. `flash_attention` is
+"yes", "no", or a kernel such as "flash-1" where the authors name it. Engines of "test" and "fresh-2" were once those
+that names suggest; since their errors were studied, they are those that authors describe. Those of "test-2" and
+"test-3" are what authors say in the notes.
 """
 
 from __future__ import annotations

@@ -113,6 +113,9 @@ UNSEEN = {
         "test_2",
         "Fast-LLM|Colossal|dgx-spark",
     ),
+    "VectorLM, FSDP, 8B on 1 to 4 A100": ("test_3", "vectorlm"),
+    "DHelix's Megatron-LM, 14B on 8 H200 and 32B on 32 H800": ("test_3", "dhelix"),
+    "users' Megatron-Bridge and Megatron-LM, 30B-A3B on 8 B200": ("test_3", "overdrive|jeromeku"),
 }
 """Row of the table: part of the unseen runs, and regular expression of its sources."""
 
@@ -169,9 +172,8 @@ def test_accuracy_of_unseen_sources(name: str):
 def test_accuracy_of_unseen_halves():
     unseen = load_result("plan_accuracy")["unseen"]
     rows = [line for line in PLAN.splitlines() if line.startswith("| **step time; unseen sources")]
-    for half, row in zip(
-        ("development", "test", "fresh", "fresh_2", "fresh_3", "fresh_4", "test_2"), rows, strict=True
-    ):
+    parts = ("development", "test", "fresh", "fresh_2", "fresh_3", "fresh_4", "test_2", "test_3")
+    for half, row in zip(parts, rows, strict=True):
         found = unseen[half]
         shares = " | ".join(f"{found[key]:.0%}" for key in ("bounds_hold", "held_out_bounds_hold"))
         assert row.endswith(f"| {found['runs']} | {found['mean_error']:.1%} | | {shares} |")

@@ -19,7 +19,7 @@ from meshwright.model.documents import Documents
 from meshwright.model.tiled_attention import Span, cut_span
 from meshwright.model.transformer import Transformer
 from meshwright.names import FAMILIES
-from meshwright.planner.cost.blocks import layer_operators, list_operations
+from meshwright.planner.cost.blocks import layer_operations, layer_operators, list_operations
 from meshwright.planner.cost.dimensions import keys_per_tile
 from meshwright.planner.cost.engines import ENGINES, Engine, engine
 from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
@@ -284,6 +284,14 @@ def test_torchtitan_selective_recomputes_every_second_product():
     products = sum(one.flops * one.count for one in again if one.kind == "product")
     assert products == 2 * 1024 * (4096 * 1024 + 4096 * 4096 + 4096 * 14336)
     assert not any(one.kind == "attention" for one in again) and any(one.name == "norm" for one in again)
+
+
+def test_torchtitan_selective_recomputes_the_way_up_of_experts():
+    """Its list of saved operations has no grouped product; the way down is not needed again."""
+    batch = MicroBatch.of(preset("qwen3-30b-a3b"), Layout.parse("ac:selective"), 1, 1024, engine=ENGINES["torchtitan"])
+    again = [one for one in layer_operations(batch, 0) if one.phase == "recompute" and ".experts." in one.name]
+    products = {one.name: one.flops * one.count for one in again if one.kind == "product"}
+    assert products == {"mlp.experts.up": 2 * 1024 * 8 * 2048 * 2 * 768}
 
 
 def test_fp8_casts_operands_of_block_products():

@@ -138,8 +138,9 @@ def _recomputed_operations(batch: MicroBatch, layer: list[Operation], mixed: boo
     if kind == "none":
         return
     last = _last_product(batch, mixed) if engine.stops_early else None
-    every_second = {"attention.qkv": batch.kv_heads / (batch.heads + 2 * batch.kv_heads), "attention.output": 1.0}
-    every_second |= {"mlp.up": 0.5} if batch.config.gated else {}
+    # torchtitan's list of saved operations has no grouped product, so that of experts' up is repeated as a whole.
+    every_second = {"attention.qkv": batch.kv_heads / (batch.heads + 2 * batch.kv_heads), "mlp.experts.up": 1.0}
+    every_second |= {"attention.output": 1.0} | ({"mlp.up": 0.5, "mlp.shared.up": 0.5} if batch.config.gated else {})
     if any(one.name == f"{last}.adapter.b" for one in layer):  # one autograd function multiplies by all its matrices
         last = None
     for one in (each for each in layer if each.phase == "forward"):
