@@ -286,8 +286,8 @@ def test_torchtitan_selective_recomputes_every_second_product():
     assert not any(one.kind == "attention" for one in again) and any(one.name == "norm" for one in again)
 
 
-def test_torchtitan_selective_recomputes_the_way_up_of_experts():
-    """Its list of saved operations has no grouped product; the way down is not needed again."""
+def test_torchtitan_selective_recomputes_the_up_projection_of_experts():
+    """Its list of saved operations has no grouped product; backward does not read the result of down."""
     batch = MicroBatch.of(preset("qwen3-30b-a3b"), Layout.parse("ac:selective"), 1, 1024, engine=ENGINES["torchtitan"])
     again = [one for one in layer_operations(batch, 0) if one.phase == "recompute" and ".experts." in one.name]
     products = {one.name: one.flops * one.count for one in again if one.kind == "product"}

@@ -139,14 +139,14 @@ def test_torchtitan_selective_saves_every_second_product_and_attention():
     assert sum(kept.values()) == 8192 * (2 * (4096 + 4096 + 1024 + 14336 + 4096 + 4096) + 4 * 32)
 
 
-@pytest.mark.parametrize(("layout", "exchanged"), [("ac:selective", 0), ("dp8 ep8 ac:selective", 2 * 8 * 2048)])
-def test_torchtitan_selective_saves_of_experts_only_what_ranks_exchange(layout: str, exchanged: int):
-    """Its list of saved operations has no grouped product. Of Qwen3-30B-A3B a token and layer: the block's input,
-    queries, values, attention's result with its log-sums, and eight copies on their way to experts and back."""
+@pytest.mark.parametrize(("layout", "received"), [("ac:selective", 0), ("dp8 ep8 ac:selective", 2 * 8 * 2048)])
+def test_torchtitan_selective_saves_only_dispatch_and_combine_of_experts(layout: str, received: int):
+    """Its list of saved operations has no grouped product. Per token and layer of Qwen3-30B-A3B: the block's
+    input, queries, values, attention's result with its log-sums, and eight copies each of dispatch and combine."""
     config = preset("qwen3-30b-a3b")
     batch = MicroBatch.of(config, Layout.parse(layout), 1, 1024, engine=ENGINES["torchtitan"].compiled())
     kept = published_layer(batch, mixture=True)
-    assert sum(kept.values()) == 1024 * (2 * (2048 + 4096 + 512 + 4096 + exchanged) + 4 * 32)
+    assert sum(kept.values()) == 1024 * (2 * (2048 + 4096 + 512 + 4096 + received) + 4 * 32)
 
 
 def test_recomputed_block_saves_only_its_ranks_tokens():

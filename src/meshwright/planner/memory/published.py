@@ -7,11 +7,11 @@ Megatron-LM (Korthikanti et al. 2022, arXiv:2205.05198, section 4): fused kernel
 4h, multi-head, dropout, no flash attention) the sum is sbh (34 + 5as/h), and with tensor and sequence parallelism its
 published parts (equations 1, 2, 4 and 6); grouped queries, SwiGLU and flash attention are counted in the same way.
 Eager PyTorch, as in Hugging Face and torchtitan: counted from the operations; float32 norms, all operands of products,
-norms and activations saved. torchtitan's selective recomputation "op" saves every second matrix product, none of the
-grouped ones of experts, and what their ranks exchange (models/deepseek_v3/infra/parallelize.py, _op_sac_save_list: `mm`
-and `all_to_all_single`, not `_grouped_mm`). DeepSeek-V3 in fp8 (arXiv:2412.19437): norms, SwiGLU and the up-projections
-of latent attention are recomputed (section 3.2.3), inputs of linear layers and of SwiGLU are saved in 8 bits, that of
-attention's output projection in 12 (section 3.3.3).
+norms and activations saved. torchtitan's selective recomputation "op" saves every second matrix product, but no grouped
+product of experts, and the results of dispatch and combine (models/deepseek_v3/infra/parallelize.py, _op_sac_save_list:
+`mm` and `all_to_all_single`, not `_grouped_mm`). DeepSeek-V3 in fp8 (arXiv:2412.19437): norms, SwiGLU and the
+up-projections of latent attention are recomputed (section 3.2.3), inputs of linear layers and of SwiGLU are saved in 8
+bits, that of attention's output projection in 12 (section 3.3.3).
 """
 
 from __future__ import annotations
