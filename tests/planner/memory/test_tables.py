@@ -161,8 +161,9 @@ def test_published_activations_name_properties_that_exist(monkeypatch: pytest.Mo
         return choose(texts, true, groups)
 
     monkeypatch.setattr(published, "select_items", record)
-    models = ("llama-tiny", "gpt2-tiny", "qwen3-tiny", "mixtral-tiny")
-    for engine, name, text in product(ENGINES.values(), models, ("dp1", "dp1 ac:full", "dp1 ac:selective", "tp2")):
+    layouts = product(("llama-tiny", "gpt2-tiny", "qwen3-tiny"), ("dp1", "dp1 ac:full", "dp1 ac:selective", "tp2"))
+    mixtures = product(["qwen2-moe-tiny"], ("dp1", "dp1 ac:full", "dp2 ep2 ac:selective", "tp2"))
+    for engine, (name, text) in product(ENGINES.values(), [*layouts, *mixtures]):
         batch = MicroBatch.of(preset(name), Layout.parse(text), 2, 64, engine=engine, dtype="bfloat16", device="cuda")
         for kernel in ("flash-2", "scores"):
             found = published.published_layer(dataclasses.replace(batch, kernel=kernel), batch.config.experts > 0)
