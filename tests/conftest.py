@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import hypothesis
 import pytest
 
 from meshwright.comm import local
@@ -32,6 +33,10 @@ sys.dont_write_bytecode = False
 # until its time slice ends. With batch scheduling, which child processes inherit, woken threads preempt none.
 with suppress(AttributeError, OSError):  # Linux only; a sandbox may refuse it
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+# On a busy machine an example may take any time.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 # Collections while modules are imported and tests collected would free nothing, for half a minute of processor time.
 gc.disable()

@@ -6,7 +6,7 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.errors import UserError
@@ -184,7 +184,6 @@ def test_layout_from_python_is_checked_like_parsed_one():
     assert Layout(dp=2).with_(zero=1, precision="bf16") == Layout.parse("dp2 zero1 bf16")
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_groups_are_slices_of_a_reshaped_arange(layout: Layout):
     ranks = np.arange(layout.world_size).reshape(layout.pp, layout.dp, layout.cp, layout.tp)

@@ -17,7 +17,7 @@ seeds = st.integers(0, 2**63 - 1)
 
 
 @given(seed=seeds, sequences=sizes, epoch=st.integers(0, 10**6))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_epoch_is_a_permutation(seed: int, sequences: int, epoch: int):
     numbers = epoch * sequences + np.arange(sequences)
     samples = SampleOrder(seed, sequences).sample(numbers)
@@ -25,7 +25,7 @@ def test_epoch_is_a_permutation(seed: int, sequences: int, epoch: int):
 
 
 @given(seed=seeds, sequences=sizes, data=st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_sample_depends_on_number_alone(seed: int, sequences: int, data: st.DataObject):
     numbers = np.array(data.draw(st.lists(st.integers(0, 5 * sequences), min_size=1, max_size=50)))
     order = SampleOrder(seed, sequences)
@@ -84,7 +84,7 @@ shares = st.lists(st.integers(1, 60), min_size=1, max_size=8)
 
 
 @given(parts=shares)
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_mixture_share_deviates_by_less_than_one_sample(parts: list[int]):
     period = np.array(interleave_evenly(parts))
     times = np.arange(1, len(period) + 1)
@@ -96,7 +96,7 @@ def test_mixture_share_deviates_by_less_than_one_sample(parts: list[int]):
 
 
 @given(parts=shares, data=st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_mixture_window_share_deviates_by_less_than_two_samples(parts: list[int], data: st.DataObject):
     sequences = [data.draw(st.integers(1, 50)) for _ in parts]
     begin, length = data.draw(st.integers(0, 10**7)), data.draw(st.integers(1, 400))
@@ -108,7 +108,7 @@ def test_mixture_window_share_deviates_by_less_than_two_samples(parts: list[int]
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_mixture_sample_depends_on_number_alone(data: st.DataObject):
     sequences = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
     weights = [data.draw(st.sampled_from([0.1, 0.25, 1.0, 3.0, 1e-3, 0.3333])) for _ in sequences]
@@ -153,7 +153,6 @@ def test_weights_reduce_to_smallest_integers(weights: list[float], whole: list[i
 
 
 @given(weights=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6))
-@settings(deadline=None)
 def test_long_weights_are_rounded_within_one_sixty_thousandth(weights: list[float]):
     whole = reduce_weights(weights)
     assert sum(whole) <= MAX_PERIOD + len(whole) and min(whole) >= 1

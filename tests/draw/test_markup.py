@@ -63,7 +63,7 @@ def test_hostile_text_leaves_a_picture_valid_xml(text: str):
     assert root.get("aria-label") == html.unescape(escape_text(text))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.text())
 def test_escaped_text_reads_back_in_content_and_in_attributes(text: str):
     shown = html.unescape(escape_text(text))

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.flight_recorder import call_ring
@@ -169,7 +169,6 @@ def test_existing_ring_file_is_replaced_and_junk_rejected(tmp_path: Path):
     os.close(made)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 600), min_size=1, max_size=20, unique=True), st.booleans())
 def test_group_text_round_trips(ranks, paired):
     group = Group(tuple(ranks), (ranks[0], ranks[-1]) if paired else None)

@@ -14,7 +14,7 @@ from meshwright.flight_recorder.disagreement import diagnose
 from meshwright.flight_recorder.rank_report import Snapshot
 from meshwright.flight_recorder.verdict import RankState, describe_position
 
-quickly = settings(deadline=None, max_examples=40)
+quickly = settings(max_examples=40)
 STEP = ["targets", *["gradients"] * 3, "norm", "verdict", *["parameters"] * 3]
 """Sites of the calls of one step, all over one group."""
 

@@ -100,9 +100,7 @@ def find_generated_faults(name: str, examples: int, directory: Path) -> None:
     """Read inputs that hypothesis generates; a failure shows the shortest input that it finds."""
     parser = PARSERS[name]
 
-    @settings(
-        max_examples=examples, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
-    )
+    @settings(max_examples=examples, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(text=generated(parser.inputs()))
     def read(text: bytes) -> None:
         try:

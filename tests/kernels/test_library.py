@@ -48,7 +48,7 @@ def multiply_exactly(kernels: Kernels, x: np.ndarray, weight: np.ndarray, dtype:
     ) + 1e-30
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 40), st.integers(1, 70), st.integers(1, 600), st.sampled_from(TYPES), st.integers(1, 3))
 def test_matrix_product_matches_float64_for_any_shape(built_kernels, rows, n, k, dtype, threads):
     built_kernels.set_threads(threads)

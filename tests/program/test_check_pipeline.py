@@ -300,7 +300,7 @@ def test_every_schedule_passes_with_and_without_transfers_and_runs(name: str) ->
     assert failure(written, rng) is None
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(SEEDS)
 def test_random_programs_pass_and_run_in_any_interleaving(seed: int) -> None:
     rng = random.Random(seed)
@@ -339,7 +339,7 @@ def mutated(good: PipelineProgram, rng: random.Random) -> PipelineProgram:
     return with_rows(good, rows)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(SEEDS)
 def test_a_mutated_program_is_refused_or_still_right(seed: int) -> None:
     rng = random.Random(seed)
@@ -355,7 +355,7 @@ def test_a_mutated_program_is_refused_or_still_right(seed: int) -> None:
         assert failure(spoiled, rng) is None
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(SEEDS)
 def test_a_computation_deleted_or_doubled_is_always_refused(seed: int) -> None:
     rng = random.Random(seed)
@@ -372,7 +372,7 @@ def test_a_computation_deleted_or_doubled_is_always_refused(seed: int) -> None:
         check_pipeline(with_rows(good, rows))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(SEEDS)
 def test_moved_step_is_refused_exactly_when_execution_fails(seed: int) -> None:
     """No false alarms: a refused program fails in execution."""

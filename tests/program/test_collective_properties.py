@@ -70,7 +70,7 @@ def mutants(draw: st.DrawFn) -> CollectiveProgram:
 
 
 @given(mutants(), st.integers(0, 2**32))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_mutant_is_caught_or_still_right(program: CollectiveProgram, seed: int) -> None:
     try:
         check_collective(program)
@@ -86,7 +86,7 @@ def test_a_mutant_is_caught_or_still_right(program: CollectiveProgram, seed: int
 
 
 @given(st.sampled_from(range(1000)), st.integers(0, 2**32))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_right_programs_pass_and_run_in_any_interleaving(number: int, seed: int) -> None:
     program = programs()[number % len(programs())]
     check_collective(program)
@@ -143,7 +143,7 @@ def scrambles(draw: st.DrawFn) -> CollectiveProgram:
 
 
 @given(scrambles(), st.integers(0, 2**32))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_deadlock_is_reported_exactly_when_ranks_block(program: CollectiveProgram, seed: int) -> None:
     try:
         check_collective(program)

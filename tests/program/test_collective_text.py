@@ -126,7 +126,7 @@ def test_empty_text_error_shows_program_header() -> None:
 @given(
     st.integers(0, 10**6), st.lists(st.tuples(st.integers(0, 10**6), st.sampled_from("ad[]0:9| \n#-²x")), max_size=4)
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_no_text_breaks_the_reader(number: int, edits: list[tuple[int, str]]) -> None:
     text = format_collective(programs()[number % len(programs())])
     for place, letter in edits:

@@ -57,7 +57,7 @@ def test_every_schedule_is_parsed_back_equal(name: str) -> None:
         assert parse_pipeline(format_pipeline(program)) == program
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 2**32))
 def test_any_program_is_parsed_back_equal(seed: int) -> None:
     rng = random.Random(seed)
@@ -141,7 +141,7 @@ def test_truncated_file_names_missing_part() -> None:
         parse_pipeline("pipeline x")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, 2**32))
 def test_corrupted_text_is_refused_or_parses_differently(seed: int) -> None:
     rng = random.Random(seed)

@@ -354,7 +354,7 @@ def relaxed(program: PipelineProgram, durations: Durations) -> np.ndarray:
     return np.array([start[group] for group in group_of])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(SEEDS, st.booleans())
 def test_every_step_starts_at_its_earliest_allowed_time(seed: int, written: bool) -> None:
     rng = random.Random(seed)
@@ -367,7 +367,7 @@ def test_every_step_starts_at_its_earliest_allowed_time(seed: int, written: bool
     assert timing.start == pytest.approx(relaxed(one, durations))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(SEEDS)
 def test_memory_and_time_add_up(seed: int) -> None:
     rng = random.Random(seed)

@@ -62,7 +62,7 @@ def problems(draw: st.DrawFn) -> tuple[int, int, Durations, float]:
     return ranks, micro_batches, durations, draw(st.sampled_from((1.0, 1.5, 2.0, 3.0, inf)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(problems())
 def test_never_worse_than_a_named_schedule_and_within_memory(problem):
     ranks, micro_batches, durations, memory = problem

@@ -55,7 +55,7 @@ def test_every_schedule_completes_with_blocking_sends_at_same_time(name: str) ->
             assert after.messages_sent.tolist() == before.messages_sent.tolist()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32), st.floats(0, 3))
 def test_added_transfers_delay_no_step(seed: int, transfer: float) -> None:
     program = random_program(random.Random(seed))

@@ -106,7 +106,7 @@ def test_state_without_safe_order_is_unsafe():
             assert not (state.safe and first_waits), "the oldest never waits in a safe state"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     claims=st.lists(
         st.builds(Claim, st.integers(0, 5), *[st.tuples(st.integers(0, 4), st.integers(0, 4))] * 2),

@@ -99,7 +99,7 @@ def test_longest_prefix_has_the_blocks_inside_every_window(windows: tuple[int | 
     assert len(found) >= 3
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.sampled_from(["allocate", "prefix", "fill", "release"]), st.integers(0, 99)), max_size=60))
 def test_free_cached_and_held_blocks_sum_to_pool(actions: list[tuple[str, int]]):
     pool, tables = BlockPool(6), {}

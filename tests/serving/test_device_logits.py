@@ -41,7 +41,7 @@ def device_rows(logits: np.ndarray, draws: list[Draw]) -> list[DeviceRow]:
     return list(on_device(logits, draws))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(OPTIONS, min_size=1, max_size=4), st.sampled_from([5, 33, 2500]), st.sampled_from([None, 1.0, 8.0]))
 def test_results_are_those_of_rows_in_host_memory(options: list[dict], size: int, steps: float | None):
     """steps: logits are multiples of 1 / steps, so that many are equal, at the end of the copied list, too."""
@@ -74,7 +74,7 @@ def test_prompt_tokens_are_scored_as_in_host_memory(alternatives: int):
         assert [each for each, _ in found.top] == [each for each, _ in expected.top]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(OPTIONS, min_size=1, max_size=3), st.sampled_from([None, 1.0]))
 def test_tokens_passed_to_the_next_step_are_the_sampled_ones(options: list[dict], steps: float | None):
     logits = np.random.default_rng(3).standard_normal((len(options), 90)).astype(np.float32)

@@ -53,7 +53,7 @@ def test_requests_generated_from_document_cause_no_server_error(schema: Any, pat
     checks = [not_a_server_error, response_schema_conformance, status_code_conformance]
 
     @given(schema[path]["POST"].as_strategy(generation_mode=GenerationMode[mode]))
-    @settings(max_examples=4, deadline=None, phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
+    @settings(max_examples=4, phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
     def call(case: Any) -> None:
         case.call_and_validate(checks=checks)
 
@@ -142,7 +142,7 @@ names = sorted({name for model in MODELS.values() for name in model.model_fields
     body=st.dictionaries(st.sampled_from(names), values, max_size=5),
     text=st.text(max_size=5),
 )
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 def test_any_json_object_is_answered_or_refused(client: TestClient, path: str, body: dict[str, Any], text: str):
     good: dict[str, Any] = {"prompt": text, "tokens": [1], "messages": [{"role": "user", "content": text}]}
     raw = json.dumps({**good, **body}).encode()
@@ -153,7 +153,7 @@ def test_any_json_object_is_answered_or_refused(client: TestClient, path: str, b
 
 
 @given(st.binary(max_size=60), st.integers(0, 60))
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, suppress_health_check=list(HealthCheck))
 def test_any_bytes_are_answered_or_refused(client: TestClient, spoiled: bytes, at: int):
     body = b'{"prompt": "some text", "n": 2, "stop": ["a", "b"], "logit_bias": {"1": 2.5}}'
     answer = client.post("/v1/completions", content=body[:at] + spoiled + body[at:])

@@ -34,7 +34,7 @@ def through_message(value: T) -> T:
     return TypeAdapter(GenericAlias(dict, (str, type(value)))).validate_json(encode({"add": value})[4:])["add"]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     results=st.lists(RESULTS, max_size=3),
     reason=st.sampled_from([None, "stop", "length", "cancelled"]),

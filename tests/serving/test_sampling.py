@@ -170,7 +170,7 @@ def test_impossible_tokens_are_never_drawn():
     assert sample(LogitRow(logits), everything).token == 0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.lists(st.integers(0, 9), max_size=30))
 def test_incremental_token_counts_equal_recounted_ones(prompt: list[int], answer: list[int]):
     sampling = Sampling(repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=0.2, max_tokens=9)

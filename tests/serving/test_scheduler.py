@@ -107,7 +107,7 @@ def requests(draw) -> list[Request]:
     return made
 
 
-@settings(max_examples=24, deadline=None)
+@settings(max_examples=24)
 @given(
     wanted=requests(),
     arrivals=st.lists(st.integers(0, 10), min_size=9, max_size=9),

@@ -30,7 +30,7 @@ def show(text: str, stop: list[str], min_tokens: int = 0) -> tuple[str, str | No
     return "".join(pieces) + answer.finish(), answer.stopped_by, pieces
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=st.text("ab", max_size=30), stop=st.lists(st.text("ab", min_size=1, max_size=5), max_size=3))
 def test_visible_text_ends_before_first_completed_stop_string(text: str, stop: list[str]):
     shown, stopped_by, pieces = show(text, stop)

@@ -51,7 +51,7 @@ def judged_records(draw: st.DrawFn) -> dict[str, Any]:
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("tool", TOOLS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(records=st.lists(judged_records(), max_size=2))
 def test_untouched_export_imports_unchanged(records: list, tool: str, task: str):
     kept, summary = back(records, rows_of(records, tool, task), tool)
@@ -62,7 +62,7 @@ def test_untouched_export_imports_unchanged(records: list, tool: str, task: str)
     assert summary["rows"] == summary["records"] == len(records) and summary["changed"] == 0
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(record=judged_records())
 def test_span_offsets_count_characters_of_exported_text(record: dict):
     sides = split_exchange(record, "x")

@@ -14,7 +14,7 @@ ascii_text = st.text(st.sampled_from("abAB '-_.,1 "), max_size=30)
 def test_rouge_l_matches_reference():
     scorer = pytest.importorskip("rouge_score.rouge_scorer").RougeScorer(["rougeL"], use_stemmer=False)
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     @given(ascii_text, ascii_text)
     def agrees(first: str, second: str) -> None:
         assert compute_rouge_l(split_words(first), split_words(second)) == pytest.approx(
@@ -24,7 +24,7 @@ def test_rouge_l_matches_reference():
     agrees()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.text(st.sampled_from("abc "), max_size=12), max_size=5), st.text(st.sampled_from("abc "), max_size=12)
 )

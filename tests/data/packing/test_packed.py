@@ -54,7 +54,7 @@ cases = st.tuples(
 
 
 @given(case=cases, document_mask=st.booleans(), rows=st.integers(1, 5))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_rows_contain_every_token_once_and_mask_other_documents(
     bytes_tokenizer, tmp_path_factory: pytest.TempPathFactory, case, document_mask: bool, rows: int
 ):
@@ -87,7 +87,7 @@ def test_rows_contain_every_token_once_and_mask_other_documents(
 
 
 @given(case=cases, data=st.data())
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_batch_equals_its_rows_in_any_order(
     bytes_tokenizer, tmp_path_factory: pytest.TempPathFactory, case, data: st.DataObject
 ):

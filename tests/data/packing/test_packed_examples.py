@@ -118,7 +118,7 @@ examples = st.integers(1, 2).flatmap(
 
 
 @given(shapes=examples, sequence=st.integers(37, 60), pack=st.booleans())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_rows_contain_whole_examples_with_responses_as_targets(
     tmp_path_factory: pytest.TempPathFactory, shapes, sequence: int, pack: bool
 ):
@@ -162,7 +162,7 @@ def test_rows_contain_whole_examples_with_responses_as_targets(
 
 
 @given(sizes=st.lists(st.integers(1, 20), max_size=200))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_best_fit_chooses_row_with_least_remaining_capacity(sizes: list[int]):
     """Compares with an exhaustive search over all rows; with so few rows none is closed."""
     room, rows = 20, []

@@ -105,7 +105,7 @@ def make_shared_template() -> ChatTemplate:
     return ChatTemplate(source, {}, frozenset(special), "it")
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.text(st.characters(exclude_categories=["Co", "Cs"]), min_size=1), min_size=2, max_size=7))
 @example(["Q", 'He said "yes"', "Q", "A\\"])
 def test_spans_have_the_answers_whatever_their_text(texts: list[str]):

@@ -55,7 +55,7 @@ texts = st.text() | st.lists(st.sampled_from([*CODE[0].split(" ")[:200], END_OF_
 
 
 @given(text=texts)
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @pytest.mark.parametrize("name", EXACT)
 def test_decoding_inverts_encoding(own: dict[str, tuple[Path, TextTokenizer]], name: str, text: str):
     tokenizer = own[name][1]
