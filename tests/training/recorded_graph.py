@@ -134,7 +134,7 @@ class _CapturedWork:
 
     def wait(self, *timeout: Any) -> bool:
         """Wait for the call, now and at this place of each replay."""
-        self._record(lambda: self._work.wait())
+        self._record(lambda: self._work.wait())  # of the latest replay
         return True
 
     def _run(self) -> None:
@@ -142,7 +142,7 @@ class _CapturedWork:
 
     def _record(self, action: Callable[[], object]) -> None:
         action()
-        self._graph.calls.append((lambda: action() and None, (), {}, []))
+        self._graph.calls.append((action, (), {}, []))
 
 
 class CapturedCalls(ExitStack):
@@ -170,14 +170,11 @@ class CapturedCalls(ExitStack):
                     each if kept is None else replace(each, inputs=kept[0], outputs=kept[1])
                     for each, kept in zip(given, tensors, strict=True)
                 ]
-                held = _CAPTURES.pop(
-                    threading.get_ident(), []
-                )  # calls of a group of messages are no calls of their own
+                held = _CAPTURES.pop(threading.get_ident(), [])  # messages of a group are captured with the group
                 try:
                     found = post(*renewed, **options)
                 finally:
-                    if held:
-                        _CAPTURES[threading.get_ident()] = held
+                    _CAPTURES[threading.get_ident()] = held
                 return found[0] if isinstance(found, list) else found
 
             work = _CapturedWork(post_again, captures[0].graph)

@@ -30,16 +30,16 @@ MIN_CAPABILITY = 8, 0
 """Compute capability from which PyTorch tests symmetric memory (torch/testing, `requires_cuda_p2p_access`)."""
 
 
-def choose_product_overlap(setting: str, axis: Axis, sequence_parallel: bool) -> str:
+def choose_product_overlap(setting: str, axis: Axis, fusible: bool) -> str:
     """Return how products overlap with the collective calls over the tensor-parallel `axis`: "off", "chunks" or
     "symmetric" (memory).
 
     setting: `train.tensor_overlap`. "off", "chunks": the result. "auto": off on a CPU, where nothing overlaps; on a GPU
     symmetric memory, if all ranks of the run are on one node, whose GPUs read each other's memory, else chunks.
-    sequence_parallel: False if the collective calls are all-reduces, which symmetric memory does not fuse. On GPUs
-    "auto" with sequence parallelism is collective."""
+    fusible: False if symmetric memory is no choice: it fuses no all-reduces (layouts without sequence parallelism), and
+    has not been tried in a CUDA graph. On GPUs "auto" with `fusible` is collective."""
     automatic = setting == "auto" and axis.communicator.device.type == "cuda"
-    if not (automatic and sequence_parallel):
+    if not (automatic and fusible):
         return "chunks" if automatic or setting == "chunks" else "off"
     here = torch.cuda.current_device()
     peers = (device for device in range(torch.cuda.device_count()) if device != here)

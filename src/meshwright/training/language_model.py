@@ -79,8 +79,8 @@ class LanguageModelTask:
         arithmetic = arithmetic or Arithmetic(PARAMETER_DTYPES[layout.precision or "fp32"])
         set_matmul_precision(layout.precision, mesh.device)
         graphs = recipe.train.cuda_graphs and mesh.device.type in CAPTURING_DEVICES
-        fuses = layout.tensor_sequence_parallel and not graphs  # symmetric memory in a graph has not been tried
-        mesh.communicator.product_overlap = choose_product_overlap(recipe.train.tensor_overlap, mesh.tp, fuses)
+        fusible = layout.tensor_sequence_parallel and not graphs
+        mesh.communicator.product_overlap = choose_product_overlap(recipe.train.tensor_overlap, mesh.tp, fusible)
         self.model, self.parallel, program = parallelize(
             config,
             mesh,
