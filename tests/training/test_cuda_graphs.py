@@ -312,7 +312,6 @@ RANK_FAULTS = {
     "forward begins before the all-gather of parameters has ended": (
         GraphedForwardBackward, "__call__", "unit.unshard()", "self._captured is None and unit.unshard()",
     ),
-    "reductions are captured": (GraphedForwardBackward, "_capture", "reductions.append", "reducer.launch"),
 }  # fmt: skip
 
 
