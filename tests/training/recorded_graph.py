@@ -134,7 +134,7 @@ class _CapturedWork:
 
     def wait(self, *timeout: Any) -> bool:
         """Wait for the call, now and at this place of each replay."""
-        self._record(lambda: self._work.wait())
+        self._record(lambda: self._work.wait())  # of the latest replay
         return True
 
     def _run(self) -> None:
@@ -142,7 +142,7 @@ class _CapturedWork:
 
     def _record(self, action: Callable[[], object]) -> None:
         action()
-        self._graph.calls.append((lambda: action() and None, (), {}, []))
+        self._graph.calls.append((action, (), {}, []))
 
 
 class CapturedCalls(ExitStack):
@@ -174,8 +174,7 @@ class CapturedCalls(ExitStack):
                 try:
                     found = post(*renewed, **options)
                 finally:
-                    if held:
-                        _CAPTURES[threading.get_ident()] = held
+                    _CAPTURES[threading.get_ident()] = held
                 return found[0] if isinstance(found, list) else found
 
             work = _CapturedWork(post_again, captures[0].graph)

@@ -13,9 +13,20 @@ from meshwright.layout import Layout
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.parallelize import build_axes
 from meshwright.spec.adapter_config import AdapterConfig
+from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.training.exposed_layers import format_exposed_layers
+
+
+def list_exposed(config: ModelConfig, layout: str, compiled: bool = False) -> list[str]:
+    """Return the console lines of a run of `config` on CPUs, with products that overlap in chunks."""
+    mesh = Mesh(Layout.parse(layout), 0, torch.device("cpu"), Communicator(torch.device("cpu")), lambda *_: None)
+    mesh.communicator.product_overlap = "chunks"
+    axes = build_axes(mesh)
+    model = Transformer(config, axes=axes, device="meta")
+    attach_adapters(model, parameter_table(config), mesh.layout, axes.tensor, device="meta")
+    return format_exposed_layers(model, mesh, compiled)
 
 
 @pytest.mark.parametrize(
@@ -30,10 +41,13 @@ from meshwright.training.exposed_layers import format_exposed_layers
 )
 def test_run_names_layers_whose_products_do_not_overlap(adapter: AdapterConfig, compiled: bool, named: str):
     config = dataclasses.replace(preset("llama-tiny"), adapter=adapter)
-    mesh = Mesh(Layout.parse("tp2"), 0, torch.device("cpu"), Communicator(torch.device("cpu")), lambda *_: None)
-    mesh.communicator.product_overlap = "chunks"
-    axes = build_axes(mesh)
-    model = Transformer(config, axes=axes, device="meta")
-    attach_adapters(model, parameter_table(config), mesh.layout, axes.tensor, device="meta")
     line = f"train.tensor_overlap: products of {named} do not overlap with their collectives"
-    assert format_exposed_layers(model, mesh, compiled) == ([line] if named else [])
+    assert list_exposed(config, "tp2", compiled) == ([line] if named else [])
+
+
+def test_run_names_experts_that_are_split_over_tensor_parallelism():
+    """Under ep they have no calls over tp, and those of the shared expert overlap."""
+    config = dataclasses.replace(preset("qwen2-moe-tiny"), experts=4)
+    (line,) = list_exposed(config, "tp2")
+    assert "products of mlp.experts, mlp.shared.down, mlp.shared.up do not" in line
+    assert list_exposed(config, "tp2 ep2") == []

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
+from weakref import WeakMethod
 
 import torch
 import torch.nn.functional as F
@@ -146,7 +147,14 @@ class GraphedForwardBackward:
         self._captured: _CapturedStep | None = None
         self._shapes: list[torch.Size] = []
         """Shapes of the tensors in the last micro-batches."""
-        passes.engine.mesh.communicator.release_graphs = self.release
+        weak = WeakMethod(self.release)  # an axis of a mesh that is never closed holds its communicator
+
+        def release() -> None:
+            """Release the graph, unless this object has been freed."""
+            if (method := weak()) is not None:
+                method()
+
+        passes.engine.mesh.communicator.release_graphs = release
 
     def release(self) -> None:
         """Release the captured graph; the next step captures another. NCCL closes a communicator only when no graph

@@ -7,6 +7,7 @@ import re
 from torch import nn
 
 from meshwright.comm.mesh import Mesh
+from meshwright.model.experts import Mixture
 from meshwright.model.layers import ColumnParallelLinear, ParallelLinear
 
 
@@ -24,7 +25,11 @@ def format_exposed_layers(model: nn.Module, mesh: Mesh, compiled: bool) -> list[
         traced = compiled and layer.adapter is not None
         return not (layer.tensor.trivial or traced) and layer.can_overlap(isinstance(layer, ColumnParallelLinear))
 
-    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, ParallelLinear))
-    exposed = {re.sub(r".*layers\.\d+\.", "", name) for name, layer in layers if not overlaps(layer)}
-    names = ", ".join(sorted(exposed))
+    exposed = set[str]()
+    for name, module in model.named_modules():
+        if isinstance(module, ParallelLinear) and not overlaps(module):
+            exposed.add(name)
+        elif isinstance(module, Mixture) and not module.expert_parallel:
+            exposed.add(f"{name}.experts")  # split over tp; the router needs the gathered tokens first
+    names = ", ".join(sorted({re.sub(r".*layers\.\d+\.", "", name) for name in exposed}))
     return [f"train.tensor_overlap: products of {names} do not overlap with their collectives"] if exposed else []
