@@ -16,13 +16,13 @@ from meshwright.comm.local import LocalRanks
 from meshwright.errors import UserError
 from meshwright.launcher.recipe_checks import check_adapter_from
 from meshwright.launcher.rendezvous import RendezvousInfo
-from meshwright.planner.cost.traffic import ROUTED
 from meshwright.planner.models import config_of
 from meshwright.recipe import Recipe
 from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.spec.parameters import parameter_table
 from meshwright.training.worker import train_as_rank
 from tests.adapters.adapter_cases import small, write_base
+from tests.planner.cost.test_traffic import ROUTED
 from tests.training import training_cases as cases
 
 

@@ -70,12 +70,17 @@ class Problem:
         """Return True if training accepts the layout. For models and engines that can only be planned, return True if
         the layout is possible for the model."""
         try:
-            refuse(layout, self.config, self.batch, self.sequence, planning=self.only_planned)
-            if self.teacher is not None:
-                self.teacher.refuse(layout, self.batch, self.sequence)
+            self.refuse(layout, planning=self.only_planned)
         except UserError:
             return False
         return True
+
+    def refuse(self, layout: Layout, devices: int | None = None, *, planning: bool) -> None:
+        """Raise `UserError` with the reason if the layout is infeasible for the model or for the teacher of its
+        distillation. devices: number that the layout must have; None: any; planning: see the function `refuse`."""
+        refuse(layout, self.config, self.batch, self.sequence, devices, planning=planning)
+        if self.teacher is not None:
+            self.teacher.refuse(layout, self.batch, self.sequence)
 
 
 def parse_reserve(value: str | float, device_bytes: float) -> float:

@@ -10,6 +10,7 @@ from meshwright.comm.local import LocalRanks
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.api import plan
+from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.memory import states
@@ -18,6 +19,7 @@ from meshwright.planner.memory.passes import SAVED, list_passes
 from meshwright.planner.memory.rank_memory import fullest_rank, memory_of
 from meshwright.planner.memory.stage_snapshots import StageSnapshots
 from meshwright.planner.problem import Problem
+from meshwright.planner.search.estimate import estimate_layout
 from meshwright.program.pipeline import Kind
 from meshwright.schedules.library import generate
 from meshwright.schedules.transfers import with_transfers
@@ -339,6 +341,12 @@ def test_teacher_with_fewer_layers_than_stages_is_refused_in_one_line() -> None:
     with pytest.raises(UserError, match="distill.teacher on the run's ranks: .* the model has 3 layers"):
         ledger(DEEP, Layout.parse("pp4 mb8"), batch=8, sequence=128, teacher=teacher)
     problem = Problem(DEEP, here(), 128, 8, teacher=teacher)
+    for engine in ("meshwright", "megatron-core"):  # the ledger of the latter does not know a teacher
+        with pytest.raises(UserError, match="distill.teacher on the run's ranks: .* the model has 3 layers"):
+            estimate_layout(
+                dataclasses.replace(problem, cluster=cluster("4xa100-80"), engine=ENGINES[engine]),
+                Layout.parse("pp4 mb8"),
+            )
     assert [problem.accepts(Layout.parse(text)) for text in ("pp2 mb8", "pp4 mb8")] == [True, False]
 
 

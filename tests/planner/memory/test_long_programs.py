@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.memory import ledger as ledger_module
@@ -23,7 +24,7 @@ def step(model: str, layout: Layout, pp_rank: int) -> Ledger:
     return ledger(MODELS[model], layout, batch=batch, sequence=512, precision="bf16", rank=rank, device="cuda")
 
 
-CASES = [("1f1b", 1), *((schedule, 2) for schedule in REPEATING), ("zb-h2", 9)]
+CASES = [("1f1b", 1), *((schedule, 2) for schedule in REPEATING), ("zb-h2", 10)]
 
 
 @pytest.mark.parametrize(("schedule", "ranks"), [*CASES, *exhaustive(*product(REPEATING, (4, 8, 12)))])
@@ -43,6 +44,16 @@ def test_few_rounds_contain_every_memory_snapshot(schedule: str, ranks: int, mon
                 with monkeypatch.context() as patch:
                     patch.setattr(ledger_module, "shorten_repeating_schedule", lambda same: same)
                     assert short == step(model, layout, place), f"{layout} {place}"
+
+
+@pytest.mark.parametrize("schedule", REPEATING)
+def test_shortened_schedule_of_any_number_of_ranks_is_possible(schedule: str):
+    for ranks in (2, 3, 8, 9, 10, 11, 31):
+        try:
+            layout = Layout.parse(f"pp{ranks}:{schedule} mb{8 * ranks}")
+        except UserError:
+            continue  # the schedule is for an even number of ranks
+        assert shorten_repeating_schedule(layout).micro_batches in (3 * ranks, 4 * ranks)
 
 
 def test_irregular_program_is_walked_completely():

@@ -149,6 +149,13 @@ def test_torchtitan_selective_saves_only_dispatch_and_combine_of_experts(layout:
     assert sum(kept.values()) == 1024 * (2 * (2048 + 4096 + 512 + 4096 + received) + 4 * 32)
 
 
+def test_dispatch_and_combine_carry_no_copy_for_the_shared_expert():
+    config = preset("deepseek-v2-lite")
+    batch = MicroBatch.of(config, Layout.parse("dp8 ep8 ac:selective"), 1, 1024, engine=ENGINES["torchtitan"])
+    sent = 2 * 2 * 1024 * 6 * 2048
+    assert config.shared_intermediate and published_layer(batch, mixture=True)["mlp.dispatched_and_combined"] == sent
+
+
 def test_recomputed_block_saves_only_its_ranks_tokens():
     for engine in ("megatron", "torchtitan"):
         assert total(engine, "tp8 ac:full") == 2 * S * B * H / 8

@@ -15,7 +15,7 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.cost.blocks import layer_operators
-from meshwright.planner.cost.dimensions import DIMENSIONS, Dimensions, find_properties
+from meshwright.planner.cost.dimensions import FORMULAS, Dimensions, find_properties
 from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.micro_batch import MicroBatch, layer_examples
 from meshwright.planner.cost.tables import (
@@ -80,6 +80,8 @@ def list_items(texts: list[str], groups: dict[str, list[str]], outer: str = "") 
 
 
 Names = dict[str, set[str]]
+_TABLE = read_packaged_toml("planner/cost/dimensions.toml")
+DIMENSIONS = {*_TABLE["fields"], *_TABLE["sizes"], *FORMULAS}
 
 
 def record_names(monkeypatch: pytest.MonkeyPatch) -> tuple[Names, Names]:

@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.planner.cost.dimensions import DIMENSIONS, Dimensions, find_properties
+from meshwright.planner.cost.dimensions import Dimensions, find_properties
 from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch
 from meshwright.planner.serving import ledger
 from meshwright.planner.serving.device_ledger import device_ledger
@@ -25,6 +25,7 @@ from meshwright.planner.serving.torch_ledger import TILE_TOKENS, torch_ledger
 from meshwright.spec.presets import preset
 from meshwright.spec.refuse import serving_layout
 from meshwright.toml import read_packaged_toml
+from tests.planner.memory.test_tables import DIMENSIONS
 
 SIZES = ServingSizes(token_budget=512, max_sequences=32, max_length=2048, dtype="bfloat16")
 MIB = 2**20

@@ -139,9 +139,6 @@ FORMULAS: dict[str, Callable[[Dimensions], Number]] = {
 }  # fmt: skip
 """{dimension: function that computes it from others}."""
 
-DIMENSIONS = frozenset({*_FIELDS, *_SIZES, *FORMULAS})
-"""Names of all dimensions."""
-
 
 def list_properties(batch: MicroBatch, kind: LayerKind) -> frozenset[str]:
     """Return the names of the properties that hold for a layer of one kind. A property is a yes-or-no fact that

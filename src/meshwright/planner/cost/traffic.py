@@ -29,20 +29,14 @@ from meshwright.spec.policy import DISTILLATION_METRICS, PREFERENCE_METRICS
 from meshwright.spec.stage_times import program_for
 from meshwright.spec.stages import LOOKED_UP, Stage
 
-ROUTED = (
-    *(f"experts.{what}{way}" for what in ("dispatch", "gather", "sum", "combine") for way in ("", ".backward")),
-    "experts.keys",
-)
-"""Call sites of expert parallelism whose bytes depend on the router: predicted for equal load of the experts."""
-
 
 def predicted_traffic(config: ModelConfig, layout: Layout, work: Work, rank: int = 0) -> dict[str, int]:
     """Return {call site: bytes} that rank `rank` (global) sends in one training step, without call sites that send
     nothing. A call site is the label of a collective call in the source, such as "data.gradients". work: sizes of the
     step.
 
-    The bytes are exact, except at the call sites `ROUTED` (dispatch and combine of tokens): these assume that all
-    experts get equally many tokens."""
+    The bytes are exact, except where experts' tokens are sent (dispatch and combine, and within an etp group gather and
+    sum): these assume that all experts get equally many tokens."""
     return sum_by_site(_StepTraffic(config, layout, work, rank).count_calls())
 
 

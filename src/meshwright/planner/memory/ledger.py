@@ -198,6 +198,7 @@ def shorten_repeating_schedule(layout: Layout) -> Layout:
     """Return the layout with fewer micro-batches and an equal memory peak, if its schedule repeats a pattern; otherwise
     return the layout itself."""
     enough = layout.pp * (ROUNDS if layout.pp > 8 else ROUNDS_OF_FEW_RANKS)
+    enough += layout.pp * (enough % 2)  # bidirectional schedules need an even number
     if layout.schedule not in REPEATING or layout.micro_batches % layout.pp or layout.micro_batches <= enough:
         return layout
     return layout.with_(micro_batches=enough)

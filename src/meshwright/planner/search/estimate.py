@@ -27,7 +27,6 @@ from meshwright.planner.memory.states import optimizer_kinds
 from meshwright.planner.models import config_of, find_recipe, model_of, model_substitution_note
 from meshwright.planner.problem import Problem, parse_reserve
 from meshwright.spec.config import ModelConfig
-from meshwright.spec.refuse import refuse
 from meshwright.spec.work import MASKED_SHARE
 
 if TYPE_CHECKING:
@@ -193,7 +192,7 @@ def estimate_layout(problem: Problem, layout: Layout, step: StepPredictor | None
     """Predict time and memory of a layout for a planning problem. step: predictor of the layout's step time, whose
     results are reused; None: a new one is made. Raises `UserError` with the reason if the layout cannot run."""
     layout = layout.with_(precision=problem.precision)
-    refuse(layout, problem.config, problem.batch, problem.sequence, problem.cluster.devices, planning=True)
+    problem.refuse(layout, problem.cluster.devices, planning=True)
     if layout.offload is not None:
         raise UserError(f'layout "{layout}": offloading is not priced yet; remove offload:{layout.offload}')
     time = (step or predict_step(problem, layout)).price()
@@ -226,7 +225,7 @@ def _warnings(problem: Problem, layout: Layout, memory: Ledger) -> list[str]:
     refusal: UserError | None = None
     if ours and not config.planning_only:
         try:
-            refuse(layout, config, problem.batch, problem.sequence, problem.cluster.devices)
+            problem.refuse(layout, problem.cluster.devices, planning=False)
         except UserError as error:
             refusal = error
     outside = [axis for axis in ("tp", "cp", "pp", "ep") if getattr(layout, axis) > 1 and axis not in engine.axes]
