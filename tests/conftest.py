@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,11 +28,6 @@ os.environ["XDG_CONFIG_HOME"], os.environ["XDG_CACHE_HOME"] = str(_HOME / "confi
 # Tests start hundreds of processes. Where bytecode is not kept, each of them compiles the package anew, for a second.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-
-# Tests run more processes than there are cores. A thread of gloo that preempts the holder of its lock polls
-# until its time slice ends. With batch scheduling, which child processes inherit, woken threads preempt none.
-with suppress(AttributeError, OSError):  # Linux only; a sandbox may refuse it
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 # On a busy machine an example may take any time.
 hypothesis.settings.register_profile("untimed", deadline=None)
