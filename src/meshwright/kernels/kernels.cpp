@@ -182,7 +182,7 @@ static long begin_items(const Op& op, Run& run) {
         case ROUND: {
             const Items last(op, *run.step, op.matrix.count - 1);
             const long inputs = ROUNDS ? last.begin + last.rows : 0;
-            grow(run.rounded, (inputs + 31) * rounded_stride(op.matrix.k) / AMX_K);
+            if (ROUNDS) grow(run.rounded, (inputs + 31) * rounded_stride(op.matrix.k) / AMX_K);
             return inputs;
         }
         case LINEAR:
