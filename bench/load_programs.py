@@ -33,7 +33,7 @@ def run_program(command: list[str], seconds: float, **environment: str) -> tuple
             capture_output=True,
             text=True,
             timeout=seconds,
-            cwd=CACHE / "work",
+            cwd=CACHE / "scratch",
             env={**os.environ, "OPENAI_API_KEY": "none", **environment},
         )
     except FileNotFoundError:
@@ -206,7 +206,7 @@ def write_task(directory: Path, text: Path) -> None:
 async def lm_eval(server: Server, client: Client, options: argparse.Namespace) -> dict[str, Any]:
     """Loss of a text that fits one window: the sum of the server's echoed log-probabilities, lm-eval's score over HTTP
     (without the end token, which it does not score) and `meshwright evaluate`."""
-    directory = CACHE / "work" / "lm-eval"
+    directory = CACHE / "scratch" / "lm-eval"
     directory.mkdir(parents=True, exist_ok=True)
     text = directory / "text.txt"
     text.write_text(Path(random.__file__).read_text()[:2500])

@@ -103,7 +103,7 @@ def same_answers(race: Race, deadline: float, prompts: int = 4) -> dict[str, str
 def seconds_until_ready(model: str, dtype: str, pool: int = 4 << 30) -> dict[str, Any]:
     """A second start of the server whose memory is chosen so that the pool has at least `pool` bytes, with the seconds
     of its phases."""
-    work = CACHE / "work"
+    work = CACHE / "scratch"
     weights = weights_read_per_token(model) * BYTES[dtype]
     memory = f"{(pool + 2 * weights + (1 << 30)) / 2**30:.1f}GiB"
     for _ in range(2):

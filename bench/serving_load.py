@@ -64,7 +64,7 @@ def choose_dtype(part: str, options: argparse.Namespace) -> str:
 
 def run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run one part of the benchmark against its own server."""
-    work = CACHE / "work" / "load"
+    work = CACHE / "scratch" / "load"
     work.mkdir(parents=True, exist_ok=True)
     arguments = ["--queue-requests", str(QUEUE), *(["--layout", options.layout] if options.layout else [])]
     server = start_meshwright(options.model, choose_dtype(name, options), work, *arguments)

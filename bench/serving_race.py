@@ -106,7 +106,7 @@ class Race:
 
     def __init__(self, model: str, dtype: str, names: Sequence[str], restart: bool) -> None:
         self.model, self.dtype, self.restart = model, dtype, restart
-        self.work = CACHE / "work" / f"{model}-{dtype}"
+        self.work = CACHE / "scratch" / f"{model}-{dtype}"
         self.work.mkdir(parents=True, exist_ok=True)
         for log in self.work.glob("*.log"):
             log.unlink()

@@ -1,4 +1,4 @@
-"""One GPU, measured and checked in one run of about seven minutes; no case begins after nine.
+"""One GPU, measured and checked in one run of under ten minutes: no case begins after nine.
 
     python bench/gpu/one_gpu.py [--device cuda] [--small] [--only "training: 1B"]
 
