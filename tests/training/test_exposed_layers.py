@@ -12,6 +12,9 @@ from meshwright.comm.mesh import Communicator, Mesh
 from meshwright.layout import Layout
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.parallelize import build_axes
+from meshwright.planner.cost.dimensions import list_properties
+from meshwright.planner.cost.engines import ENGINES
+from meshwright.planner.cost.micro_batch import MicroBatch, layer_kind
 from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
@@ -29,6 +32,16 @@ def list_exposed(config: ModelConfig, layout: str, compiled: bool = False) -> li
     return format_exposed_layers(model, mesh, compiled)
 
 
+def list_priced_as_exposed(config: ModelConfig, layout: str, compiled: bool = False) -> list[str]:
+    """Return the layers of a dense block whose products the planner prices as not overlapped, sorted by name."""
+    engine = ENGINES["meshwright"].compiled() if compiled else ENGINES["meshwright"]
+    parsed = Layout.parse(layout)
+    batch = MicroBatch(config, parsed, 1, 64, parsed.tp, 1, 1, 1, engine=engine.overlapped("chunks", "cpu"))
+    properties = list_properties(batch, layer_kind(config, 0))
+    layers = ("attention.output", "attention.qkv", "mlp.down", "mlp.up")
+    return [layer for layer in layers if f"chunked_{layer.split('.')[1]}" not in properties]
+
+
 @pytest.mark.parametrize(
     ("adapter", "compiled", "named"),
     [
@@ -39,10 +52,11 @@ def list_exposed(config: ModelConfig, layout: str, compiled: bool = False) -> li
         (AdapterConfig("lora", 2), False, ""),
     ],
 )
-def test_run_names_layers_whose_products_do_not_overlap(adapter: AdapterConfig, compiled: bool, named: str):
+def test_run_names_layers_that_the_planner_prices_as_exposed(adapter: AdapterConfig, compiled: bool, named: str):
     config = dataclasses.replace(preset("llama-tiny"), adapter=adapter)
     line = f"train.tensor_overlap: products of {named} do not overlap with their collectives"
     assert list_exposed(config, "tp2", compiled) == ([line] if named else [])
+    assert ", ".join(list_priced_as_exposed(config, "tp2", compiled)) == named
 
 
 def test_run_names_experts_that_are_split_over_tensor_parallelism():
