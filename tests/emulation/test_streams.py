@@ -232,7 +232,7 @@ def fused_products() -> Iterator[None]:
     with (
         mock.patch.object(fused, "fused_all_gather_matmul", gather, create=True),
         mock.patch.object(fused, "fused_matmul_reduce_scatter", scatter, create=True),
-        mock.patch.object(language_model, "choose_product_overlap", lambda setting, axis, fusible: "symmetric"),
+        mock.patch.object(language_model, "choose_product_overlap", lambda setting, axis, may_fuse: "symmetric"),
     ):
         yield
 
