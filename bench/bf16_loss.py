@@ -1,7 +1,7 @@
 """Loss of bf16 training against float32 training, with the same model, samples and steps.
 
-Small Llamas and a mixture learn the text of modules of the standard library, byte by byte, with several seeds. Beside
-the correct trainer, faulty ones keep one sum or state in bfloat16 instead of float32; the bound of
+Small Llamas and a mixture learn the text of modules of the standard library, byte by byte, with several seeds. In
+addition to the correct trainer, faulty ones keep one sum or state in bfloat16 instead of float32; the bound of
 tests/training/test_bf16_training.py must detect them. "medium", of 4.3 million parameters and 300 steps, takes minutes
 for each run and runs only if it is named. Results of sizes that are not run are kept if they are of the same machine
 and versions.

@@ -1,4 +1,4 @@
-"""DeepSeek-V3's training on 2,048 H800 (arXiv:2412.19437): predicted GPU hours beside the published ones.
+"""DeepSeek-V3's training on 2,048 H800 (arXiv:2412.19437): predicted and published GPU hours.
 
     python bench/deepseek_v3.py
 
@@ -81,7 +81,7 @@ def measure() -> dict[str, Any]:
     published = ENGINES["hai-llm"]
     others = {
         "flash-2 in place of flash-3": replace(published, hopper_attention=None),
-        "nothing beside dispatch and combine": replace(published, overlap_processors=None),
+        "no overlap of dispatch and combine": replace(published, overlap_processors=None),
         "engine meshwright": ENGINES["meshwright"],
     }
     return {

@@ -1,4 +1,4 @@
-"""Step times that the first start of `meshwright train` predicts on a machine that was never measured, beside measured
+"""Step times that the first start of `meshwright train` predicts on a machine that was never measured, against measured
 ones: the demo several times, and other models and layouts once each, as the real command runs them.
 
 Every case begins from an empty cache of measurements (the prepared data are kept), so that its prediction is made of

@@ -6,8 +6,8 @@ The real engine takes three steps on tensors that say they lie on a CUDA device 
 storage counts, in blocks of the caching allocator, from the operator that makes it to its last reference
 (`tests/planner/memory/cuda_cases.py`). Families, ways to recompute, types, documents, and every axis of a layout, at
 the sizes of real models; what one forward keeps is compared tensor by tensor. The limit is 3% of the peak. It needs a
-C++ compiler and no GPU. Not seen: how the allocator's pieces fit, what kernels and NCCL take beside the sizes that
-their sources name.
+C++ compiler and no GPU. Not seen: how the allocator's pieces fit, what kernels and NCCL take in addition to the
+sizes that their sources name.
 Writes `bench/results/gpu_ledger.json`; exit code 1 when a peak is beyond the limit or a forward keeps something else.
 """
 

@@ -1,4 +1,4 @@
-"""Masks over personal data: precision and recall on labelled texts, beside datatrove and libphonenumber; their speed.
+"""Masks over personal data: precision and recall on labelled texts, against datatrove and libphonenumber; their speed.
 
 python bench/personal_data.py [--corpus PATH ... --sample 100]
 

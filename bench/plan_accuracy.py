@@ -3,9 +3,10 @@ against the null model (every run gets its source's median rate), rank correlati
 
     python bench/plan_accuracy.py [--bounds] [-v] shared/data/measured/training_runs.csv
 
-Beside the table that is named, `bench/data/published_runs.csv` and `unseen_runs.csv` are priced. What the planner's
-constants are fitted to, `planner/cost/rates.toml` says; `HELD_BACK` are sources that no constant was fitted to, though
-four were chosen with them in sight (sum of attention's times, its flash-2 rates, overlap tax across, ramp of pairs).
+In addition to the table that is named, `bench/data/published_runs.csv` and `unseen_runs.csv` are priced. What the
+planner's constants are fitted to, `planner/cost/rates.toml` says; `HELD_BACK` are sources that no constant was fitted
+to, though four were chosen with them in sight (sum of attention's times, its flash-2 rates, overlap tax across, ramp of
+pairs).
 Of each source, the share of runs whose memory is predicted to fit is counted: all of them ran.
 The bounds of a source are tested by those that the runs of all other projects give (`held_out`), also by kind of run.
 `--bounds` first writes the planner's bounds from all runs but those of the parts "test-2" and "test-3" of

@@ -29,7 +29,7 @@ KNOWN = ("development", "test", "fresh", "fresh-2", "fresh-3", "fresh-4")
 APART = ("test-2", "test-3")
 """Parts of unseen_runs.csv that decide nothing."""
 HELD_BACK = ("MaxText", "PaxML", "Kubernetes", "Llama 3", "NVIDIA/NeMo docs")
-"""How the names of sources begin that no constant of the planner was fitted to, beside those of unseen_runs.csv."""
+"""Beginnings of names of sources to which no constant was fitted, other than those of unseen_runs.csv."""
 WIDEN = 0.8
 """Addition to the logarithm of a bound for each doubling beyond the runs of a kind, as a fraction of an easy step's: a
 choice, as too few projects have runs that far from the others'."""

@@ -52,7 +52,7 @@ from serving_race import OURS, TOKENS, WAVE_SECONDS, Race, ReadStream, describe_
 CONCURRENCY = (1, 8, 32)
 BYTES = {"bf16": 2, "fp32": 4}
 MEMORY_GIB = 1.8
-"""Resident memory of a contender beside twice its weights, on average (`resident_mib` of the results)."""
+"""Resident memory of a contender in addition to twice its weights, on average (`resident_mib` of the results)."""
 
 
 def summarise(waves: list[Wave]) -> dict[str, Any]:

@@ -354,7 +354,7 @@ def start_engine(model: str, dtype: str, work: Path) -> Contender:
 
 
 def start_worker(name: str, python: Path, directory: Path, dtype: str, work: Path) -> Contender:
-    # -P: not beside bench/kernels.py, which transformers would import as its package kernels
+    # -P: not next to bench/kernels.py, which transformers would import as its package kernels
     command = [str(python), "-P", str(Path(__file__).with_name("serving_worker.py")), name]
     command += ["--model", str(directory), "--dtype", dtype, "--threads", str(THREADS)]
     return Worker(name, command, work / f"{name}.log", {"OMP_NUM_THREADS": str(THREADS)})

@@ -1,5 +1,5 @@
 """The contenders of bench/serving.py in turns: which of them run, the rounds of measurements, and decode of a single
-request beside the memory's read stream.
+request against the memory's read stream.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ReadStream:
 
 @dataclass
 class DecodeShare:
-    """Decode of a single request in one round, beside the read stream. stream, decode: bytes per second. attempts:
+    """Decode of a single request in one round, against the read stream. stream, decode: bytes per second. attempts:
     shares of all measurements, of which the last counts."""
 
     stream: float

@@ -2,7 +2,7 @@
 
 One process trains a Llama shape (float32, not compiled) with one thread, and with two under each waiting policy of
 libgomp: its default (spin for 300,000 rounds, then sleep), passive (sleep at once), and shorter spins. Contenders stay
-alive and take turns, so that the machine's noise hits all alike. Busy: beside them one process on each core does
+alive and take turns, so that the machine's noise hits all alike. Busy: meanwhile one process on each core does
 nothing but count. `ranks`: the same with two processes (dp2) that share the cores.
 
     python bench/threads.py [--ranks 2] [--only "1 M" ...] [--seconds 0.5] [--rounds 5]
@@ -85,7 +85,7 @@ def background_load(count: int) -> Iterator[None]:
 
 
 def busy_cores(seconds: float = 1.0) -> float:
-    """How many cores are at work while the contenders wait for their turn: what the machine does beside them."""
+    """Return the number of cores that other programs use while the contenders wait for their turn."""
 
     def used() -> float:
         user, nice, system, _, _, *interrupts = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9])

@@ -37,7 +37,7 @@ def test_last_column_of_a_table_continues_below_itself(columns):
     _, *others = wrap_on_terminal(CHECKED).split("\n")
     start = CHECKED.index("every")
     assert others and all(len(line) - len(line.lstrip()) == start for line in others)
-    _, other = wrap_on_terminal(CANDIDATE).split("\n")  # too little space beside the figures
+    _, other = wrap_on_terminal(CANDIDATE).split("\n")  # too little space next to the figures
     assert len(other) - len(other.lstrip()) == 4
 
 

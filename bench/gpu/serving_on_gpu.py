@@ -330,7 +330,7 @@ def main() -> int:
 
 
 def memory(config: ModelConfig) -> dict[str, Any]:
-    """Peak of the allocated bytes over steps of the token budget and of 32 sequences, plus what CUDA takes beside the
+    """Peak of the allocated bytes over steps of the token budget and of 32 sequences, plus what CUDA takes outside the
     allocator (context, kernels), against the ledger of `serve`; all without KV blocks. Runs first, so that only the
     kernels of this one model are loaded."""
     sizes = ServingSizes(512, REQUESTS[-1], 1024, "bfloat16", blocks=1024)

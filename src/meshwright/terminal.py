@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 _UNWRAPPED = re.compile(r".*\||\s*[\w.]+ = |to resume: ")
 LEAST_WORDS = 16
-"""Minimum characters for prose beside a table's other columns; with fewer, it continues below them."""
+"""Minimum characters for prose to the right of a table's other columns; with fewer, it continues below them."""
 
 
 def escape_control_characters(text: str) -> str:

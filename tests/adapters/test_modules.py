@@ -119,7 +119,7 @@ def test_run_saves_a_peft_directory_and_resumes_on_another_layout(kind: str, two
     assert not (checkpoints[0] / "model.safetensors").exists()
     for name, value in outcomes[0]["frozen"].items():
         assert torch.equal(value, whole["frozen"][name]), name
-    assert whole["mean"].abs().max() > 0  # running statistics change, and are saved beside the adapter
+    assert whole["mean"].abs().max() > 0  # running statistics change, and are saved next to the adapter
     settings = json.loads((checkpoints[0] / "adapter_config.json").read_text())
     assert settings["target_modules"] == ["blocks.0.0", "blocks.1.0", "blocks.2.0", "head"]
     peft = pytest.importorskip("peft")

@@ -1,4 +1,4 @@
-"""NCCL's buffers: communicators of a layout, and bytes beside published measurements."""
+"""NCCL's buffers: communicators of a layout, and bytes against published measurements."""
 
 from __future__ import annotations
 

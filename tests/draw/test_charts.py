@@ -151,7 +151,7 @@ def test_a_legend_names_several_series_and_no_single_one():
 @pytest.mark.parametrize("at", [0.0, 0.5, 1.0])
 def test_the_words_of_a_mark_stay_inside(at: float):
     svg = draw_chart(
-        make_linear_axis(0, 1), make_linear_axis(0, 1), [], [Mark(at, "a long label beside the line", 0.5)]
+        make_linear_axis(0, 1), make_linear_axis(0, 1), [], [Mark(at, "a long label next to the line", 0.5)]
     )
     assert_texts_are_inside(svg)
     assert len([*ET.fromstring(svg).iter("circle")]) == 1

@@ -332,7 +332,7 @@ def test_products_that_overlap_with_collectives_on_streams_equal_blocking_step(t
         of_layers = [call for call in each.calls if call.axis == "tp" and call.site.startswith(("attention.", "mlp."))]
         chunks = [call for call in of_layers if call.operation.startswith(operation)]
         if operation == "all_reduce":
-            chunks = [call for call in chunks if not call.site.endswith(".backward")]  # beside weight gradients
+            chunks = [call for call in chunks if not call.site.endswith(".backward")]  # overlap with weight gradients
         together = sum(later.posted < sooner.waited for sooner, later in pairwise(chunks))
         assert chunks and together == len(chunks) * (parts - 1) // parts  # those of one product
 
@@ -577,7 +577,7 @@ def test_all_gathers_of_parameters_overlap_the_next_forward():
     ["tp2", "dp2 zero3 tp2 ac:selective", *exhaustive("dp2 zero1 tp2 mb2 ac:full", "dp2 ep2", "dp2 tp2 ep2")],
 )
 def test_weight_gradients_are_computed_while_calls_of_backward_are_in_flight(text: str):
-    layout, plain, beside = Layout.parse(text), train_plain(text), list[str]()
+    layout, plain, overlapped = Layout.parse(text), train_plain(text), list[str]()
     post, find_on_gpu = collectives._post_call, parallel_step.find_overlapped_weights
 
     def find(model: Any, mesh: Mesh) -> Any:
@@ -588,7 +588,7 @@ def test_weight_gradients_are_computed_while_calls_of_backward_are_in_flight(tex
         run = call.axis.communicator.meanwhile
 
         def meanwhile() -> None:
-            beside.extend([call.site] if WAITING in run.__self__._queues else [])
+            overlapped.extend([call.site] if WAITING in run.__self__._queues else [])
             run()
 
         if run is None:
@@ -604,8 +604,8 @@ def test_weight_gradients_are_computed_while_calls_of_backward_are_in_flight(tex
         assert find_difference(plain, train(ranks, layout)) is None
         assert find_circular_wait(read_calls(ranks)) is None
     problem = make_problem(layout)
-    assert len(beside) >= layout.world_size * problem.steps * problem.config.layers * layout.micro_batches
-    assert all(site.endswith(".backward") for site in beside)
+    assert len(overlapped) >= layout.world_size * problem.steps * problem.config.layers * layout.micro_batches
+    assert all(site.endswith(".backward") for site in overlapped)
 
 
 def test_weight_gradient_that_waits_for_a_call_is_added_at_the_end_of_its_pass():

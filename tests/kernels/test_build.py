@@ -20,7 +20,7 @@ from meshwright.kernels.choice import load_kernels, open_kernels
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A compiler that writes its arguments into the output file and a line for each call beside itself; the cache is
+    """A compiler that writes its arguments into the output file and a line for each call next to itself; the cache is
     empty."""
     script = tmp_path / "compiler"
     script.write_text(

@@ -168,7 +168,7 @@ def _gradient(stage: int, last: int, micro_batch: int) -> object:
 
 def random_program(rng: random.Random) -> PipelineProgram:
     """A program that holds: steps in a random order in which each finds what it reads, some backwards cut in two,
-    some forwards beside a backward in a group. Up to 4 ranks, 5 micro-batches and 8 stages, in one replica or two."""
+    some forwards with a backward in a group. Up to 4 ranks, 5 micro-batches and 8 stages, in one replica or two."""
     ranks, micro_batches = rng.randint(1, 4), rng.randint(1, 5)
     placement: Placement = rng.choice(
         [
@@ -202,14 +202,14 @@ def random_program(rng: random.Random) -> PipelineProgram:
     while left:
         step = rng.choice([step for step in left if ready(step)])
         rank = placement[step[3]][step[2]]
-        beside = [
+        partners = [
             other
             for other in left
             if {other[0], step[0]} == {Kind.FORWARD, Kind.BACKWARD}
             and ready(other)
             and placement[other[3]][other[2]] == rank
         ]
-        together = [step, rng.choice(beside)] if beside and rng.random() < 0.5 else [step]
+        together = [step, rng.choice(partners)] if partners and rng.random() < 0.5 else [step]
         if len(together) == 2:
             with program.ranks[rank].overlap():
                 for each in together:

@@ -111,10 +111,10 @@ def test_streams_run_one_step_and_components_follow_predecessors(
     timing = simulate_components(program, durations)
     cut = timing.timing.program
     s = cut.steps
-    beside = np.isin(s.component, (Component.DISPATCH, Component.COMBINE))
+    all_to_all = np.isin(s.component, (Component.DISPATCH, Component.COMBINE))
     assert (timing.start >= timing.timing.start).all() and (timing.end <= timing.timing.end + 1e-9).all()
     for rank in range(cut.ranks):
-        for stream in (beside, ~beside):
+        for stream in (all_to_all, ~all_to_all):
             steps = np.flatnonzero(stream & (s.rank == rank))
             steps = steps[np.argsort(timing.start[steps], kind="stable")]
             assert (timing.start[steps][1:] >= timing.end[steps][:-1] - 1e-9).all()

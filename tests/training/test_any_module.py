@@ -353,7 +353,7 @@ def test_only_buffers_that_a_checkpoint_holds_are_cloned_on_a_gpu(monkeypatch: p
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_checkpoints_hold_what_later_forwards_of_a_module_change(frozen: bool, tmp_path: Path):
-    """Forwards begin beside the copies of a save, unless these are of frozen parameters."""
+    """Forwards begin during the copies of a save, unless these are of frozen parameters."""
     with StreamRanks(1) as ranks:
         ((held, waited),) = ranks.run(count_forwards, tmp_path, frozen)
     names = ("average", "seen") if frozen else ("seen",)

@@ -132,7 +132,7 @@ def open_weights(directory: Path) -> CheckpointFiles:
 
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """Context manager that yields a hidden directory beside `target` and renames it to `target` at the end; after an
+    """Context manager that yields a hidden directory next to `target` and renames it to `target` at the end; after an
     error the hidden directory is removed. Raises `UserError` if `target` exists."""
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UserError(f"{target}: exists already; name a directory that does not")

@@ -1,4 +1,4 @@
-"""Device memory of NCCL's buffers, which it allocates beside torch's allocator: an upper estimate for a layout.
+"""Device memory of NCCL's buffers, which it allocates outside torch's allocator: an upper estimate for a layout.
 
 Between two GPUs of a node each channel of a connection has buffers of all three protocols at the receiver (LL 512 KiB,
 LL128 4.7 MiB, Simple 4 MiB: NVIDIA/nccl, src/init.cc `computeBuffSizes`, src/include/device.h; src/transport/p2p.cc),

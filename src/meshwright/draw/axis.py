@@ -11,7 +11,7 @@ from dataclasses import dataclass
 class Axis:
     """Linear or logarithmic axis of a chart, over the values from `low` to `high` (both included).
 
-    ticks: (value, label) of each tick mark. title: text beside the axis. logarithmic: True for a logarithmic scale.
+    ticks: (value, label) of each tick mark. title: text next to the axis. logarithmic: True for a logarithmic scale.
     """
 
     low: float
@@ -40,7 +40,7 @@ def make_linear_axis(
 ) -> Axis:
     """Return a linear axis from `low` to `high` with ticks at round numbers.
 
-    title: text beside the axis. below, above: space added below `low` and above `high`, as a fraction of `high` - `low`
+    title: text at the axis. below, above: space added below `low` and above `high`, as a fraction of `high` - `low`
     (of max(1, |high|) if `low` equals `high`). An axis that would be empty is extended upwards by max(1, |high|). most:
     maximum number of intervals between ticks. whole: True for ticks at whole numbers alone, as for numbers of steps.
     """
@@ -54,7 +54,7 @@ def make_log_axis(values: Sequence[float], title: str, show: Callable[[float], s
     """Return a logarithmic axis that contains all `values` (each above 0) and some space beyond them at both ends: 4%
     of the range on the logarithmic scale, more if the range is narrow.
 
-    title: text beside the axis. unit: number by which `values` are divided for display (1e9 shows bytes as GB); ticks
+    title: text next to the axis. unit: number by which `values` are divided for display (1e9 shows bytes as GB); ticks
     lie at round numbers of the displayed quantity. show: function that formats a tick's label, given the displayed
     number.
     """

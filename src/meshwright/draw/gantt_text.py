@@ -43,15 +43,15 @@ def draw_text(timeline: Timeline, width: int = 100) -> str:
     lines = textwrap.wrap(timeline.title, width, break_long_words=False, break_on_hyphens=False)
     bands = math.ceil(columns / room)
     last = columns - (bands - 1) * room
-    beside = prefix + 1 + last + 2 + max(map(len, timeline.notes), default=0) <= width  # else below
+    inline = prefix + 1 + last + 2 + max(map(len, timeline.notes), default=0) <= width  # else below
     for band in range(bands):
         begin, end = band * room, min(columns, (band + 1) * room)
         lines.append("" if bands == 1 else f"\ntime {begin / scale:.4g} to {min(end / scale, timeline.end):.4g}")
         for (track, lane), row in rows.items():
             name = timeline.tracks[track] if lane == 0 else ""
-            note = f"  {timeline.notes[track]}" if timeline.notes and lane == 0 and band == bands - 1 and beside else ""
+            note = f"  {timeline.notes[track]}" if timeline.notes and lane == 0 and band == bands - 1 and inline else ""
             lines.append(f"{name:<{prefix}}|{''.join(row[begin:end]).rstrip()}{note}".rstrip())
-    if timeline.notes and not beside:
+    if timeline.notes and not inline:
         lines += ["", *(f"{name:<{prefix}} {note}" for name, note in zip(timeline.tracks, timeline.notes, strict=True))]
     return "\n".join(lines)
 

@@ -39,7 +39,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """Vertical line in a chart at the x value `x`, with the text `words` beside it. y: y value at which a dot is drawn
+    """Vertical line in a chart at the x value `x`, with the text `words` next to it. y: y value at which a dot is drawn
     on the line, None for no dot."""
 
     x: float
@@ -235,7 +235,7 @@ def draw_lines(
         plot.picture.add_text(plot.right, y, y_axis.title, "end", class_="dim")
         if any(
             plot.left + 15 + estimate_text_width(name, 11) > free for name, _ in entries
-        ):  # no room beside the title
+        ):  # no room next to the title
             free, y = plot.right, y + 17
         end = plot.picture.add_legend(entries, plot.left, free, y) if entries else y
         if hover:  # in front of everything

@@ -53,7 +53,7 @@ def draw_parallel_coordinates(axes: Sequence[tuple[str, Axis]], items: Sequence[
         picture.add_line((x, TOP), (x, BOTTOM), "line")
         picture.add_text(
             x, 14 if number % 2 == 0 else 27, name, "middle", class_="small"
-        )  # long names beside each other
+        )  # so that long names do not overlap
         for value, words in axis.ticks:
             picture.add_text(x - 5, y(axis, value) + 4, words, "end", class_="halo dim small")
     return picture.to_svg(places[-1] + 20 + estimate_text_width(axes[-1][0]) / 2, BOTTOM + 14, label)

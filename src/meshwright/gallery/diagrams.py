@@ -19,7 +19,7 @@ def draw_arrow(
     """Draw an arrow into `picture`.
 
     begin, end: points (x, y) in pixels. colour: name of a colour in the style sheet, such as "blue". words: label
-    beside the middle of the arrow, empty for no label.
+    next to the middle of the arrow, empty for no label.
     """
     (x1, y1), (x2, y2) = begin, end
     length = hypot(x2 - x1, y2 - y1)

@@ -167,7 +167,7 @@ def _lock(path: Path, log: Callable[[str], None]) -> Iterator[None]:
 
 def _is_intact(library: Path) -> bool:
     """Return True if the file `library` belongs to this user, is writable by nobody else, and has the SHA-256 that the
-    checksum file beside it contains."""
+    checksum file next to it contains."""
     try:
         status = library.stat()
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:
@@ -178,7 +178,7 @@ def _is_intact(library: Path) -> bool:
 
 
 def _get_checksum_path(library: Path) -> Path:
-    """Return the path of the file beside `library` that contains the library's SHA-256."""
+    """Return the path of the file next to `library` that contains the library's SHA-256."""
     return library.with_suffix(".sha256")
 
 

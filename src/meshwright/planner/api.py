@@ -190,7 +190,7 @@ def plan(
         if recipe is not None:
             raise UserError("adapter: a recipe has its own, in its table [adapter]")
         model = adapted_model(model, adapter)  # type: ignore[arg-type]
-    # The layout that the recipe names, of which the user wants to know beside the found ones.
+    # The layout that the recipe names, which is shown in addition to the found ones.
     own = None if recipe is None or parsed is not None or recipe.layout == "auto" else recipe.parsed_layout
     given: Any = {name: value for name, value in options.items() if name in ProblemOptions.__annotations__}
     given["precision"] = (parsed and parsed.precision) or given.get("precision") or (own and own.precision)

@@ -80,7 +80,7 @@ class Timeline:
         spans, arrows: Steps and transfers.
         levels: {track index: curve of a quantity over time, as pairs (time, value from that time on)}.
         level_name: Name of the quantity of `levels`, such as `activations`.
-        notes: One text per track, drawn beside it.
+        notes: One text per track, drawn next to it.
         letters: {last letter of a label: its meaning}, for the legend; empty if labels have no such letter.
         time_title: Title of the time axis, such as its unit.
     """
@@ -127,7 +127,7 @@ def build_pipeline_timeline(
     """Return the compute steps of a simulated pipeline schedule as a timeline, one track per rank. Overlapped steps
     share the track's height; explicit sends are arrows.
 
-    program: the schedule. timing: start and end time of every step. notes: one text per rank, drawn beside its track.
+    program: the schedule. timing: start and end time of every step. notes: one text per rank, drawn next to its track.
     levels: {rank: curve of its saved activations, as pairs (time, value from that time on)}; None for no curves.
     """
     s = program.steps

@@ -2,7 +2,7 @@
 
 The scales of all blocks of a matrix, minus their mean, are quantized to 8 bits in groups of 256 blocks. A record holds
 the codes of its block and that of its scale; the mean, and the largest absolute value of each group, are float32
-numbers beside the records. They are those of the whole matrix as the checkpoint stores it, so that a rank that has any
+numbers outside the records. They are those of the whole matrix as the checkpoint stores it, so that a rank that has any
 blocks of it dequantizes what one device does.
 """
 

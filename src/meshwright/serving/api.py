@@ -61,7 +61,7 @@ class GenerationOptions(TypedDict, total=False):
         min_tokens: Minimum number of new tokens, before which no end token or stop string ends the text; default 0.
         stop: A text, or several texts; the generated text ends before the first occurrence of one of these texts.
             Default: none.
-        logprobs: Number of most likely tokens that `Generation.logprobs` reports beside each token, 0: only the token's
+        logprobs: Number of most likely tokens that `Generation.logprobs` reports for each token, 0: only the token's
             log-probability; default None: no log-probabilities.
         n: Answers to each prompt, which differ in their draws; default 1, at most 128. Only `generate` takes more.
         seed: Seed of sampling, the same for each prompt.

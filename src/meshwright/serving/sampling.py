@@ -68,9 +68,9 @@ class Sampling:
         max_tokens: Maximum number of tokens of the answer; 0 computes the prompt alone.
         stop_tokens: Token IDs that end the answer; the token that ended it is the last result. A request with
             `ignore_eos` leaves the model's end tokens out.
-        logprobs: Number of most likely tokens reported beside each token of the answer; 0: that token's log-probability
+        logprobs: Number of most likely tokens reported for each token of the answer; 0: that token's log-probability
             alone; None: no log-probabilities.
-        prompt_logprobs: Number of most likely tokens reported beside each token of the prompt; 0 and None as for
+        prompt_logprobs: Number of most likely tokens reported for each token of the prompt; 0 and None as for
             `logprobs`.
     """
 

@@ -77,7 +77,7 @@ class StepTimes:
         """Return the predicted seconds until requests end, ascending.
 
         The prediction assumes that each running sequence decodes one token in every `groups` steps, that prompts are
-        computed one after the other beside the decoding sequences, and that a sequence that ends lets the next request
+        computed one after the other with the decoding sequences, and that a sequence that ends lets the next request
         start. requests: remaining work of the requests, those that decode already first. places: maximum number of
         sequences that run at a time. prompt_tokens: maximum number of prompt tokens of a step. groups: number of groups
         (pipeline stages) among which the sequences are divided; a step computes one group.

@@ -23,7 +23,7 @@ ones are added by autograd, whose overhead is lower."""
 
 PREFERENCE_METRICS = 5
 DISTILLATION_METRICS = 3
-"""Numbers that ranks add up of the responses of a step, beside its loss (`training/preference.py`)."""
+"""Numbers that ranks add up of the responses of a step, in addition to its loss (`training/preference.py`)."""
 
 UNPACKED_AT_ONCE = {"cpu": 1 << 11, "cuda": 1 << 18}
 """Blocks of a packed weight that are unpacked at once, by device: those of a CPU stay in its cache."""

@@ -19,7 +19,7 @@ UNREAD: dict[str, str] = {
     **dict.fromkeys(("mpt",), _ALIBI),
     **dict.fromkeys(("gemma3n", "gemma3n_text"), "embeddings of each layer and alternating updates are not computed"),
     "stablelm": "LayerNorm in layers with rotary positions and gated MLPs has no record",
-    "granitemoeshared": "its shared expert beside the routed ones is not computed",
+    "granitemoeshared": "its shared expert, in addition to the routed ones, is not computed",
     "phimoe": "its routing (sparse mixer) is not computed",
     "dbrx": "its limit on queries, keys and values is not computed",
     "longcat_flash": "experts that return their input are not computed",

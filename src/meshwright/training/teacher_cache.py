@@ -1,7 +1,7 @@
 """Cache of a teacher's most probable next tokens: memory-mapped files that `meshwright data teacher` writes and runs
 with `distill.top_k` read.
 
-A cache lies beside the prepared data in a directory named by the SHA-256 of its identity: data, weights of the teacher,
+A cache is next to the prepared data in a directory named by the SHA-256 of its identity: data, weights of the teacher,
 temperature, number of tokens. Its shards of `ROWS` sequences are written one after another, each replaced atomically,
 so that a killed command continues; `manifest.json` comes last. `teacher_cache_writer` computes them.
 

@@ -40,7 +40,7 @@ class TeacherTargets:
     teacher's layer: its output [B, S, H]} (with sequence parallelism this tp rank's slice of the tokens), compared with
     the student's hidden states.
 
-    Set if the teacher model runs beside the student: states_TH: the teacher's final hidden states; head: the part of
+    Set if the teacher model runs with the student: states_TH: the teacher's final hidden states; head: the part of
     its output head for this rank's vocabulary slice. Set if targets are cached: top_ids_TK: the teacher's K most
     probable tokens (int64); top_log_p_TO: log-probabilities of O = K + 1 outcomes, these K tokens and, last, all other
     tokens together, at the loss's temperature.
@@ -187,7 +187,7 @@ class _DistillationChunk(Chunk):
 
 
 class LogitChunk(_DistillationChunk):
-    """Chunk of tokens in the distillation loss for a teacher model that runs beside the student (no cached targets).
+    """Chunk of tokens in the distillation loss for a teacher model that runs with the student (no cached targets).
     The teacher's logits are computed for the chunk from its final hidden states; the divergence covers the whole
     vocabulary."""
 

@@ -1,4 +1,4 @@
-"""A prompt is in an example once, whether a record has it beside its answers, in them, or both."""
+"""A prompt is in an example once, whether a record has it next to its answers, in them, or both."""
 
 from __future__ import annotations
 

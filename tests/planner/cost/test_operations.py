@@ -273,7 +273,7 @@ def test_unknown_engine_suggests_the_nearest():
 
 
 def test_torchtitan_selective_recomputes_every_second_product():
-    """torchtitan's selective recomputation: keys, the output of attention and half of the way up, beside what lies
+    """torchtitan's selective recomputation: keys, the output of attention and half of the way up, and what lies
     between products; attention itself is kept."""
     config, layout = preset("llama-3-8b"), Layout.parse("ac:selective")
     found = list_operations(

@@ -586,7 +586,7 @@ if __name__ == "__main__":
                 once()
                 with capture:
                     once()
-                micro_batches = load()  # beside those that the graph reads
+                micro_batches = load()  # in addition to those that the graph reads
             gc.collect()
             between, allocator.peak = allocator.now, 0
             allocator.host_waits.clear()

@@ -106,7 +106,7 @@ def test_buffers_at_attention_backward_match_inductor(
     name: str, changes: dict[str, int], dtype: str, rows: int, sequence: int, listed: int
 ) -> None:
     """TORCH_LOGS=output_code, torch 2.13: bytes of the buffers that the backward of a block has when it calls the
-    backward of attention. It has vectors beside that are left out here: a few numbers a token and head."""
+    backward of attention. It also has vectors, which are left out here: a few numbers a token and head."""
     held = next(each for each in backward(dataclasses.replace(preset(name), **changes), dtype, rows, sequence)
                 if each.name == "gradient of queries")  # fmt: skip
     buffers = sum(each.bytes for name, each in held.buffers.items() if not name.startswith("gradient of"))
@@ -122,7 +122,7 @@ def test_buffers_at_attention_backward_match_inductor(
     ],
 )
 def test_buffers_of_mlp_gradient_match_inductor(name: str, changes: dict[str, int], sequence: int, listed: int) -> None:
-    """Gated, the gradients of gate and up stand beside that of their product; else one is in the other's place."""
+    """Gated, gradients of gate, up and their product are allocated; else one is in the other's place."""
     held = next(
         each
         for each in backward(dataclasses.replace(preset(name), **changes), "float32", 4, sequence)

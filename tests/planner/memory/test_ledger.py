@@ -197,7 +197,7 @@ OVERLAPPED = [
     *(Step(PACKED_MLP, layout, 16, 64, overlap=True) for layout in ("tp4", "tp4 ac:full")),
     *(Step(WIDE_MLP, f"tp4:nosp {recompute}", 16, 64, overlap=True) for recompute in ("ac:selective", "ac:full")),
 ]  # fmt: skip
-"""The peak is in a product whose chunks are sent, or beside recomputed tokens that have not been gathered."""
+"""The peak is in a product whose chunks are sent, or while recomputed tokens exist that have not been gathered."""
 SUMMED = [Step(WIDE, f"tp4{again}", *size) for again in (" ac:full", "", ":nosp") for size in ((32, 64), (1, 512))]
 """The peak is in a sum over ranks: of attention's output, or of the gradient of the head's input."""
 SOME = [

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from meshwright.data.records.messages import MalformedRecord, Message, MessageFormat, describe_value
 
 MAX_MESSAGES = 10_000  # of a tree
-_USED = ("replies", "parent_id", "message_id", "deleted", "review_result", "rank")  # beside the message itself
+_USED = ("replies", "parent_id", "message_id", "deleted", "review_result", "rank")  # in addition to the message itself
 ParsedRecord: TypeAlias = tuple[str, Any, str | None]  # as in `record_files`
 
 

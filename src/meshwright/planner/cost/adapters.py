@@ -26,13 +26,13 @@ def adapt_operators(
     which have no adapter; arrives: True if the gradient of the first operator's input is computed, because a trained
     parameter or another pipeline stage precedes it."""
     differentiable = kind is None or arrives or bool(kind.adapted)
-    beside = arrives  # the gradient of the mixture's input is computed; the shared expert reads it after the others
+    shared_arrives = arrives  # of the shared expert, which reads the mixture's input after the others
     for operator in operators:
         adapted = next((one for one in kind.adapted if one.layer == operator.name), None) if kind else None
         shared = operator.name.startswith("mlp.shared")
-        beside = arrives if operator.name == "mlp.router" else beside
-        found = _freeze_operator(batch, operator, adapted, beside if shared else arrives)
-        if operator.name == "mlp.combine" and kind and arrives and not beside:
+        shared_arrives = arrives if operator.name == "mlp.router" else shared_arrives
+        found = _freeze_operator(batch, operator, adapted, shared_arrives if shared else arrives)
+        if operator.name == "mlp.combine" and kind and arrives and not shared_arrives:
             # Neither the router nor the experts' input gets a gradient.
             order = [one for one in found.saved if one.name == "mlp.experts.order"]
             routed = Dimensions(batch, kind)["routed"], batch.config.experts_per_token
@@ -43,7 +43,7 @@ def adapt_operators(
             read = tuple(one for one in operator.saved if one.name == "mlp.input")
             found = found.replace(saved=(*read, *found.saved))
         yield found if differentiable else found.replace(kept=())
-        beside = beside or (shared and adapted is not None)
+        shared_arrives = shared_arrives or (shared and adapted is not None)
         arrives = arrives or adapted is not None
 
 

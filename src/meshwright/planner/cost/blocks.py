@@ -74,7 +74,7 @@ def _cached(
 def read_operators(batch: MicroBatch, section: str, flags: Flags = None, layer: int = 0) -> Iterator[Operator]:
     """Yield the operators of one section (list of operators, such as "layer") of `operators.toml`, without adapters.
 
-    flags: {property: True if it holds} of yes-or-no facts beside those of the layer, which conditions in the table
+    flags: {property: True if it holds} of yes-or-no facts that are not the layer's, which conditions in the table
     test. layer: index of the layer, which decides the sizes."""
     dimensions = layer_dimensions(batch, layer, flags=flags)
     for row in list_rows(section, dimensions.true, "", ()):

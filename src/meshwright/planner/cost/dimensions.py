@@ -25,7 +25,7 @@ class Dimensions(dict[str, Number]):
     dimension, such as "tokens", or a formula of dimensions, such as "2 tokens width" (a product). Each value is
     computed on first use.
 
-    more: values of further dimensions; flags: {property: True if it holds} of properties beside those of the layer.
+    more: values of further dimensions; flags: {property: True if it holds} of properties that are not the layer's.
     Attribute `true`: names of all properties that hold, which conditions in the tables test."""
 
     def __init__(self, batch: MicroBatch, kind: LayerKind, more: Sizes = None, flags: Flags = None) -> None:

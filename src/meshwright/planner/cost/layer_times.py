@@ -207,13 +207,13 @@ class _TimeModel(NamedTuple):
             for cover in (kind, *(["shared"] if one.name.startswith("mlp.shared") else [])):
                 covers[cover, one.phase] = covers[cover, one.phase] + taken
         overlapped: dict[tuple[str, Phase, str], Any] = defaultdict(float)  # by cover, phase and part
-        beside: dict[int, Any] = defaultdict(float)  # seconds of dispatch and combine in each phase
+        dispatched: dict[int, Any] = defaultdict(float)  # seconds of dispatch and combine in each phase
         for call in communication.timed_calls(operators):
             taken = call.count * self.groups.seconds(call.operation, call.axis, self.sent(call))
             number = _PHASE[call.phase]
             issued[number] += call.count
             if call.axis == "ep" and self.batch.engine.overlap_processors is not None:
-                beside[number] = beside[number] + taken
+                dispatched[number] = dispatched[number] + taken
             elif call.overlaps is None:
                 found[number, _PART[call.part]] += taken
             else:
@@ -226,15 +226,15 @@ class _TimeModel(NamedTuple):
                 slices = self.batch.tp
                 exposed = np.maximum(taken / slices, taken - covers[cover, phase] * (slices - 1) / slices)
             else:
-                # In a ring all but the last KV block's attention have a message beside them.
+                # In a ring all but the last KV block's attention overlap with a message.
                 covered = covers[cover, "weight" if cover == "weight" else phase]
                 covered = covered * ((self.batch.cp - 1) / self.batch.cp if part == "context" else 1)
                 exposed = np.maximum(0.0, taken - covered)
             slowdown = self.groups.overlap_slowdown({"context": "cp", "expert": "ep"}.get(part, "tp"))
             found[_PHASE[phase], _PART[part]] += exposed + slowdown * (taken - exposed)
         # Another micro-batch computes meanwhile, on the processors that are left.
-        total, computing = sum(beside.values()), found[:, 0].sum(axis=0)
-        for number, taken in beside.items():
+        total, computing = sum(dispatched.values()), found[:, 0].sum(axis=0)
+        for number, taken in dispatched.items():
             exposed = np.maximum(self.batch.engine.overlap_processors * total, total - computing)
             found[number, _PART["expert"]] += exposed * taken / total
         if self.groups.collectives.cluster.kind != "cpu":

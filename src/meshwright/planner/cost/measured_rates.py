@@ -64,8 +64,8 @@ class MeasuredRates:
         starts = dict(measured.starts)
         # Overhead of autograd for a kernel: recording it in the forward, finding it in the backward. Devices to which
         # work is submitted asynchronously hide it.
-        beside = starts.get("differentiated_operation", 0.0) - 2 * starts.get("operation", 0.0)
-        self.start = 0.0 if measured.copies else max(0.0, beside / 2)
+        overhead = starts.get("differentiated_operation", 0.0) - 2 * starts.get("operation", 0.0)
+        self.start = 0.0 if measured.copies else max(0.0, overhead / 2)
 
     @classmethod
     def of(cls, measured: Measured | None, precision: str, eager: bool) -> MeasuredRates | None:
@@ -93,7 +93,7 @@ class MeasuredRates:
             return self._attention(operation)
         name = operation.name.rpartition(".")[2] + (BACKWARD if operation.phase == "input" else "")
         own = self.one_pass(name) if self._eager else None
-        if own is not None:  # with all that it costs beside its work
+        if own is not None:  # with all its overhead
             return operation.count * own.seconds_at(operation.bytes)
         # A fused activation forms exponentials as the plain one does: processors are held up by these, not by memory.
         fused = self.one_pass("silu") if name.startswith("activation") and not self._measured.copies else None

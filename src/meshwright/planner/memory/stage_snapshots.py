@@ -220,7 +220,7 @@ class StageSnapshots:
                 queue += self._queue_of(unit)
             elif not split:
                 state = state._replace(before=self.step.start_reductions(Kind.BACKWARD, state, [unit]))
-        if split:  # units without products are complete: until now their gradients were held beside the sums
+        if split:  # units without products are complete: until now their gradients were held in addition to the sums
             ends = self._unsharded(self.step.list_flats(unit for unit in self.units if unit not in self._layer))
             waiting = activation("queue of weight gradients", queue)
             yield self._snapshot("input gradients", 0, (waiting, *ends, *self._in_flight(state.before)))

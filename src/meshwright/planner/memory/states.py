@@ -39,7 +39,7 @@ class Flat(NamedTuple):
         shards: Number of ranks over which ZeRO shards the buffer.
         zero: ZeRO stage; 0 if there is a single rank.
         packed: Quantized format of frozen weights, such as "nf4"; None if not quantized.
-        scales: Bytes of the scales of double quantization, which are stored beside the buffer.
+        scales: Bytes of the scales of double quantization, which are stored outside the buffer.
     """
 
     unit: str

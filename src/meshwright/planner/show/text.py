@@ -74,13 +74,13 @@ def _best(result: SearchResult, width: int) -> Iterator[str]:
     figures = format_table([("step s", "low - high", "tokens/s/device", "MFU", unit.name), *rows])
     names = ["   layout", *(f"{number}  {layout}" for number, (layout, *_) in enumerate(cells, 1))]
     widest = max(map(len, names))
-    beside = widest + len(figures[1]) + 4 + LEAST_WORDS <= width  # else the figures stand below their layout
-    before = widest if beside else 1
+    fits = widest + len(figures[1]) + 4 + LEAST_WORDS <= width  # else the figures stand below their layout
+    before = widest if fits else 1
     indent = " " * (before + len(figures[1]) + 4)
     for name, line, why in zip(names, figures, ("compared with the first", *(row[-1] for row in cells)), strict=True):
-        if not beside:
+        if not fits:
             yield name
-        yield wrap_line(f"{name if beside else '':{before}}  {line}  {why}", width, indent)
+        yield wrap_line(f"{name if fits else '':{before}}  {line}  {why}", width, indent)
 
 
 def best_cells(result: SearchResult, unit: Unit) -> list[tuple[str, ...]]:
@@ -159,10 +159,10 @@ def recipe_text(recipe_estimate: Estimate | str, best: Estimate | None) -> str:
     if isinstance(recipe_estimate, str):
         return f"the recipe's own layout: {recipe_estimate}"
     fits = "" if recipe_estimate.fits else ", which does not fit"
-    beside = "" if best is None else f": {recipe_estimate.time.seconds / best.time.seconds:.2f} times the first"
+    ratio = "" if best is None else f": {recipe_estimate.time.seconds / best.time.seconds:.2f} times the first"
     memory, layout = recipe_estimate.memory.device_bytes, recipe_estimate.layout
     seconds = seconds_text(recipe_estimate.problem, layout, recipe_estimate.time.seconds)
-    return f"the recipe's own layout: {layout}, {seconds}{beside}; {format_size(memory)}{fits}"
+    return f"the recipe's own layout: {layout}, {seconds}{ratio}; {format_size(memory)}{fits}"
 
 
 def estimate_text(estimate: Estimate, width: int = WIDE) -> str:
@@ -177,9 +177,9 @@ def estimate_text(estimate: Estimate, width: int = WIDE) -> str:
         described.insert(1, f"communication: {communication_text(estimate)}")
     lines = [wrap_line(f"{estimate.layout}: {step_text(estimate)}", width, "  ")]
     lines += [wrap_line(f"  {line}", width, "    ") for line in described]
-    beside = " " * (len(figures[0]) + 4)
+    aligned = " " * (len(figures[0]) + 4)
     billed = (f"  {line}  {row[-1]}".rstrip() for line, row in zip(figures, rows, strict=True))
-    lines += [wrap_line(line, width, beside) for line in billed]
+    lines += [wrap_line(line, width, aligned) for line in billed]
     return "\n".join([*lines, *(wrap_line(f"  warning: {said}", width, "    ") for said in estimate.warnings)])
 
 

@@ -174,7 +174,7 @@ class GenerationBody(Body):
 
     @property
     def alternatives(self) -> int | None:
-        """Number of most likely tokens to report beside each token of the answer; None: no log-probabilities at all."""
+        """Number of most likely tokens to report for each token of the answer; None: no log-probabilities at all."""
         raise NotImplementedError
 
     def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
@@ -219,7 +219,7 @@ class PromptBody(GenerationBody):
 
     @property
     def alternatives(self) -> int | None:
-        """Number of most likely tokens to report beside each token of the answer; None: no log-probabilities at all."""
+        """Number of most likely tokens to report for each token of the answer; None: no log-probabilities at all."""
         return self.logprobs
 
     def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
@@ -312,7 +312,7 @@ class ChatBody(OpenAIBody, ConversationBody):
 
     @property
     def alternatives(self) -> int | None:
-        """Number of most likely tokens to report beside each token of the answer; None: no log-probabilities at all."""
+        """Number of most likely tokens to report for each token of the answer; None: no log-probabilities at all."""
         return self.top_logprobs if self.logprobs else None
 
     def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:

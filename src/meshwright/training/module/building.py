@@ -47,7 +47,7 @@ def build_task(spec: ModuleSpec, recipe: ModuleRecipe, mesh: Mesh) -> ModuleTask
 
 def _name_as_peft(derived: ModuleDescription, module: nn.Module) -> ModuleDescription:
     """Return a changed copy of `derived`, the description of the adapted `module`, for checkpoints that are PEFT
-    directories. In it, tensors have PEFT's names; buffers are saved beside the adapter; frozen parameters are not
+    directories. In it, tensors have PEFT's names; buffers are saved next to the adapter; frozen parameters are not
     saved."""
     table = derived.table
     tensors = tuple(
