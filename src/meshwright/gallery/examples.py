@@ -51,7 +51,7 @@ EXAMPLES: dict[str, Example] = {
     ),
     "row-split": Example(
         "Row-split product of a linear layer",
-        "Y = [X₁ X₂] [W₁; W₂] = X₁ W₁ + X₂ W₂: one all-reduce forward, none backward.",
+        "Y = (X₁ X₂) (W₁; W₂) = X₁ W₁ + X₂ W₂: one all-reduce forward, none backward.",
         f"{MEGATRON}, Figure 3",
         products.explain_row_parallel_linear,
         ("meshwright collective all-reduce ring --ranks 2 --bytes 64",

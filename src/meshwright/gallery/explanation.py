@@ -20,8 +20,8 @@ class Text:
 
 @dataclass(frozen=True)
 class Table:
-    """Step of a worked example: a table. title: line above it. head: column names. rows: cells as text,
-    [row][column]."""
+    """Step of a worked example: a table. title: line above it. head: column names. rows: cells of each
+    row as text."""
 
     title: str
     head: tuple[str, ...]
