@@ -82,7 +82,7 @@ class Commands(Group):
 @click.command("meshwright", cls=Commands, context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="meshwright", message="%(prog)s %(version)s")
 def meshwright() -> None:
-    """Train language models on any number of devices, and prove first that the layout computes the right thing.
+    """Plan, verify, train and serve language models on any number of devices.
 
     One recipe describes the model, the data and the layout. `meshwright COMMAND --help` shows examples of each command.
     """

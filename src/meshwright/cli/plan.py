@@ -77,8 +77,8 @@ def command(
 
     MODEL is a preset, a Hugging Face directory, a config.json or a recipe; KEY=VALUE overrides one field of a recipe.
     For any other kind of MODEL, adapter.KEY=VALUE plans the training of a LoRA adapter on it. Memory is that of the
-    fullest rank. Each time has a lower and an upper bound; most published runs that the planner is tested with lie
-    between them (docs/plan.md: "Bounds"). With --serve, predict the memory of a server instead.
+    rank with the highest peak ("fullest"). Each time has a lower and an upper bound, between which most published runs
+    lie (docs/plan.md: "Bounds"; docs/plan-accuracy.md). With --serve, predict the memory of a server instead.
 
     \f
     names: MODEL, then overrides; if `calibrate`, run directories. cluster: device count and kind, a cluster file, or
