@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.synthesis.chat_client import ChatClient, Journal
 from meshwright.synthesis.endpoint import ChatRequest, Completion, Endpoint, NoAnswer, RequestRefused
+from tests.conftest import Outcome
 from tests.data.served import completion, served
 
 
@@ -190,7 +192,7 @@ def test_closing_waits_for_answer_being_written_and_unlocks(tmp_path: Path, monk
     again.close()
 
 
-def test_killed_run_resumes_without_repeating_requests(tmp_path: Path):
+def test_killed_run_resumes_without_repeating_requests(tmp_path: Path, command_line: Callable[..., Outcome]):
     """`meshwright data label` on 40 records, killed after some answers and restarted."""
     records = [{"instruction": f"number {n}", "output": f"out {n}"} for n in range(40)]
     (tmp_path / "r.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -205,8 +207,9 @@ def test_killed_run_resumes_without_repeating_requests(tmp_path: Path):
 
     with served(reply) as server:
         output = tmp_path / "labelled.jsonl"
-        command = [sys.executable, "-m", "meshwright", "data", "label", str(tmp_path / "r.jsonl")]
-        command += ["--url", server.url, "--model", "m", "--concurrency", "3", "--output", str(output)]
+        words = ["data", "label", str(tmp_path / "r.jsonl"), "--url", server.url, "--model", "m"]
+        words += ["--concurrency", "3", "--output", str(output)]
+        command = [sys.executable, "-m", "meshwright", *words]
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         assert gate.wait(60)
         os.kill(process.pid, signal.SIGKILL)
@@ -217,12 +220,12 @@ def test_killed_run_resumes_without_repeating_requests(tmp_path: Path):
         done = journal[: journal.rfind(b"\n") + 1].count(b"\n")
         before = len(server.requests)
         assert 12 <= done <= 15
-        again = subprocess.run([*command, "--json"], capture_output=True, text=True)
-        assert again.returncode == 0, again.stderr
+        again = command_line(*words, "--json")
+        assert again.code == 0, again.errors
     assert len(server.requests) - before == 40 - done
     asked = Counter(json.dumps(body) for body in server.requests)
     assert len(asked) == 40 and max(asked.values()) <= 2
-    answer = json.loads(again.stdout)
+    answer = json.loads(again.output)
     assert (answer["labelled"], answer["usage"]["sent"], answer["usage"]["requests"]) == (40, 40 - done, 40)
     labelled = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["instruction"] for row in labelled] == [record["instruction"] for record in records]
