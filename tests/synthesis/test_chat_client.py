@@ -8,14 +8,18 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from meshwright.errors import UserError
 from meshwright.synthesis.chat_client import ChatClient, Journal
-from meshwright.synthesis.endpoint import ChatRequest, Endpoint, NoAnswer, RequestRefused
+from meshwright.synthesis.endpoint import ChatRequest, Completion, Endpoint, NoAnswer, RequestRefused
+from tests.conftest import Outcome
 from tests.data.served import completion, served
 
 
@@ -81,6 +85,40 @@ def test_failure_keeps_answers_in_journal(tmp_path: Path):
     assert len(server.requests) == 4
 
 
+def test_answer_that_arrives_after_a_failure_is_in_journal(tmp_path: Path):
+    failures = threading.Semaphore(0)
+
+    def reply(body: dict, number: int):
+        if body["messages"][0]["content"] == "number 1":
+            failures.release()
+            return 503, {}, b"down"
+        for _ in range(3):  # all tries
+            assert failures.acquire(timeout=20)
+        time.sleep(0.1)
+        return echo(body, number)
+
+    with served(reply) as server, make_client(server.url, tmp_path / "j", concurrency=2) as client:
+        with pytest.raises(NoAnswer, match="status 503: down"):
+            client.ask(requests(2))
+    with make_client("http://127.0.0.1:9/v1", tmp_path / "j") as client:
+        assert client.ask(requests(1))[0].text == "answer 0"
+
+
+def test_retries_end_once_another_request_has_failed(tmp_path: Path):
+    both = threading.Barrier(2, timeout=20)
+
+    def reply(body: dict, number: int):
+        if number < 2:
+            both.wait()
+        patient = body["messages"][0]["content"] == "number 1"
+        return 503, {"Retry-After": "30"} if patient else {}, b"down"
+
+    with served(reply) as server, make_client(server.url, tmp_path / "j", concurrency=2) as client:
+        with pytest.raises(NoAnswer, match="status 503: down"):
+            client.ask(requests(2))
+    assert Counter(body["messages"][0]["content"] for body in server.requests) == {"number 0": 3, "number 1": 1}
+
+
 def test_refused_request_yields_none(tmp_path: Path):
     def refuses(body: dict, number: int):
         return (400, {}, b"no") if body["messages"][0]["content"] in ("number 0", "number 3") else echo(body, number)
@@ -132,7 +170,29 @@ def test_journal_is_locked_against_second_process(tmp_path: Path):
         Journal(tmp_path / "nowhere" / "j")
 
 
-def test_killed_run_resumes_without_repeating_requests(tmp_path: Path):
+def test_closing_waits_for_answer_being_written_and_unlocks(tmp_path: Path, monkeypatch):
+    """The file description stays open in a child that inherited it, and in the kernel while a thread syncs the file."""
+    path, syncing, closed = tmp_path / "j", threading.Event(), threading.Event()
+
+    def sync(descriptor: int) -> None:
+        syncing.set()
+        assert not closed.wait(0.1)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    journal = Journal(path)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[journal._file.fileno()]):
+        with ThreadPoolExecutor(1) as pool:
+            writing = pool.submit(journal.put, "name", Completion("text", "stop", 1, 1))
+            assert syncing.wait(20)
+            journal.close()
+            closed.set()
+            writing.result()
+        again = Journal(path)
+    assert again["name"].text == "text"
+    again.close()
+
+
+def test_killed_run_resumes_without_repeating_requests(tmp_path: Path, command_line: Callable[..., Outcome]):
     """`meshwright data label` on 40 records, killed after some answers and restarted."""
     records = [{"instruction": f"number {n}", "output": f"out {n}"} for n in range(40)]
     (tmp_path / "r.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -147,8 +207,9 @@ def test_killed_run_resumes_without_repeating_requests(tmp_path: Path):
 
     with served(reply) as server:
         output = tmp_path / "labelled.jsonl"
-        command = [sys.executable, "-m", "meshwright", "data", "label", str(tmp_path / "r.jsonl")]
-        command += ["--url", server.url, "--model", "m", "--concurrency", "3", "--output", str(output)]
+        words = ["data", "label", str(tmp_path / "r.jsonl"), "--url", server.url, "--model", "m"]
+        words += ["--concurrency", "3", "--output", str(output)]
+        command = [sys.executable, "-m", "meshwright", *words]
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         assert gate.wait(60)
         os.kill(process.pid, signal.SIGKILL)
@@ -159,12 +220,12 @@ def test_killed_run_resumes_without_repeating_requests(tmp_path: Path):
         done = journal[: journal.rfind(b"\n") + 1].count(b"\n")
         before = len(server.requests)
         assert 12 <= done <= 15
-        again = subprocess.run([*command, "--json"], capture_output=True, text=True)
-        assert again.returncode == 0, again.stderr
+        again = command_line(*words, "--json")
+        assert again.code == 0, again.errors
     assert len(server.requests) - before == 40 - done
     asked = Counter(json.dumps(body) for body in server.requests)
     assert len(asked) == 40 and max(asked.values()) <= 2
-    answer = json.loads(again.stdout)
+    answer = json.loads(again.output)
     assert (answer["labelled"], answer["usage"]["sent"], answer["usage"]["requests"]) == (40, 40 - done, 40)
     labelled = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["instruction"] for row in labelled] == [record["instruction"] for record in records]

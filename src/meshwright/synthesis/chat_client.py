@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from meshwright.data.files import to_canonical_json
 from meshwright.errors import UserError
-from meshwright.synthesis.endpoint import ChatRequest, Completion, Endpoint, RequestRefused
+from meshwright.synthesis.endpoint import ChatRequest, Completion, Endpoint, NoAnswer, RequestRefused
 from meshwright.untrusted import parse_json
 
 _LOG_SECONDS = 5.0  # seconds
@@ -100,8 +100,11 @@ class Journal:
             self._answers[name] = answer
 
     def close(self) -> None:
-        """Close the file and release its lock."""
-        self._file.close()
+        """Wait for an answer that another thread is writing, release the lock and close the file."""
+        with self._lock:  # the kernel keeps the lock of a closed file until an fsync in progress has ended
+            if not self._file.closed:
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # closing would leave it to processes that inherited the file
+                self._file.close()
 
 
 class ChatClient:
@@ -218,20 +221,23 @@ class ChatClient:
         threads = [
             threading.Thread(target=send_waiting, daemon=True) for _ in range(min(self.concurrency, len(requests)))
         ]
+        error: BaseException | None = None
         for thread in threads:
             thread.start()
         try:
             for finished in range(1, len(requests) + 1):
                 error = done.get()
                 if error is not None:
-                    raise error
+                    break
                 if time.monotonic() - self._last_log > _LOG_SECONDS:
                     self._last_log = time.monotonic()
                     self._log(f"{doing}: {finished:,} of {len(requests):,} answers")
         finally:
             stop.set()
         for thread in threads:
-            thread.join()
+            thread.join()  # the journal gets the answers to requests in progress
+        if error is not None:
+            raise error
         if self._refusals and not self.journal.answered:
             raise next(iter(self._refusals.values()))
         for name in self._refusals:
@@ -240,7 +246,7 @@ class ChatClient:
 
     def _send_one(self, name: str, request: ChatRequest, stop: threading.Event) -> None:
         """Send one request and store its answer or refusal in the journal. name: key of the request in the journal.
-        stop: event that ends the pause between retries."""
+        stop: event that ends the retries."""
 
         def count_retry(reason: str) -> None:
             """Count a retry, and log the reason of the first one."""
@@ -251,8 +257,9 @@ class ChatClient:
                 self._log(f"retrying: {reason}")
 
         def wait(seconds: float) -> None:
-            """Pause between retries for `seconds`, or until `stop` is set."""
-            stop.wait(seconds)
+            """Pause between retries for `seconds`. Raises `NoAnswer` if `stop` is set."""
+            if stop.wait(seconds):
+                raise NoAnswer("another request has failed")
 
         with self._count:
             self._sent += 1
