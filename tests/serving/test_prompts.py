@@ -110,13 +110,31 @@ def test_model_without_template_cannot_chat(sentencepiece: Prompts):
 
 def test_directory_gives_tokenizer_template_and_all_end_tokens(tmp_path: Path):
     made = make_prompts(tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9, -3, 300]}))
     config = SimpleNamespace(bos_token=None, eos_token=5, eos_tokens=(5,), vocabulary=300)
     read = Prompts.from_directory(tmp_path, config, 64)
     assert read.ends == {5, 7, 9}
     assert read.chat_ends == {5, 7, 9} | made.ends  # the template ends a turn by the tokenizer's end token
     assert read.chat_template == made.chat_template
     assert read.start == 5
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, True]}))
+    with pytest.raises(UserError, match=r'generation_config\.json: "eos_token_id" must be a token id'):
+        Prompts.from_directory(tmp_path, config, 64)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [("{% for %}", "line 1"), ("{{ '{:>5000000}'.format(1) }}", "more than the limit"), (None, "is missing")],
+)
+def test_unusable_template_leaves_completions(tmp_path: Path, template: str | None, reason: str):
+    make_prompts(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
+    config = SimpleNamespace(bos_token=None, eos_token=5, eos_tokens=(5,), vocabulary=300)
+    read = Prompts.from_directory(tmp_path, config, 64)  # type: ignore[arg-type]
+    assert read.encode("ab", add_start=False)
+    with pytest.raises(UserError, match=f"the model's chat template.*{reason}"):
+        read.encode_chat(Conversation([Message("user", "hi")]))
 
 
 def test_directory_without_tokenizer_is_one_line(tmp_path: Path):

@@ -21,6 +21,7 @@ from meshwright.data.tokenizers.special_tokens import (
 )
 from meshwright.errors import UserError
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_reader import Reader
 from meshwright.untrusted import read_file, read_json
 
 
@@ -38,7 +39,7 @@ class Prompts:
         vocabulary: Number of token IDs of the model, which are 0 to `vocabulary - 1`.
         max_length: Maximum number of tokens of a prompt and its answer together.
         chat_ends: `ends`, and the token that ends an assistant turn in the chat template.
-        chat_template: Jinja source of the chat template; None if the model has none.
+        chat_template: Jinja source of the chat template; None if it is missing or unusable.
         token_bytes: UTF-8 bytes of each token ID, which may be a part of a character; of a special token, its name's.
     """
 
@@ -58,9 +59,9 @@ class Prompts:
         self._special = find_special_tokens(tokenizer, named)
         self._encoder = make_text_encoder(tokenizer, self._special)
         self._longest_token = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
-        self.token_bytes, self._chat = TokenBytes(tokenizer), _load_chat(directory)
+        self.token_bytes = TokenBytes(tokenizer)
+        self._chat, turn_end, self._chat_problem = _load_chat(directory)
         self.chat_template = self._chat.template.source if self._chat else None
-        turn_end = self._chat.find_turn_end() if self._chat else None
         self.chat_ends = self.ends if turn_end is None else self.ends | {turn_end}
 
     @classmethod
@@ -111,15 +112,15 @@ class Prompts:
         """Tokenize the conversation `given`, formatted by the model's chat template, and return its token IDs. header:
         True: append the header of the assistant's next turn (needed for a prompt).
 
-        Raises UserError if the model has no template, if the template refuses the conversation or ignores its tools or
+        Raises UserError if the template is missing or unusable, if it refuses the conversation or ignores its tools or
         tool calls, or if its text is so long that it has more than `max_length` tokens."""
         self._check_characters(given.count_characters())
         return self.check(self._require_chat().encode_prompt(given.messages, header, given.tools, given.variables))
 
     def render_chat(self, given: Conversation, header: bool = True) -> str:
         """Render the conversation `given` to text by the model's chat template. header: True: append the header of the
-        assistant's next turn. Raises UserError if the model has no template, or if the template refuses the
-        conversation or ignores its tools or tool calls."""
+        assistant's next turn. Raises UserError if the template is missing or unusable, refuses the conversation, or
+        ignores its tools or tool calls."""
         return self._require_chat().render_prompt(given.messages, header, given.tools, given.variables)
 
     def check(self, tokens: Sequence[int], *, empty: bool = False) -> list[int]:
@@ -153,29 +154,33 @@ class Prompts:
             raise PromptTooLong(f"the prompt has {count:,} characters, more than {limit} can hold")
 
     def _require_chat(self) -> ExampleEncoder:
-        """Return the encoder of conversations. Raises UserError if the model has no chat template."""
+        """Return the encoder of conversations. Raises UserError if the chat template is missing or unusable."""
         if self._chat is None:
-            raise UserError("the model has no chat template; use /v1/completions")
+            raise UserError(self._chat_problem)
         return self._chat
 
 
 def read_end_tokens(directory: Path, config: ModelConfig) -> frozenset[int]:
     """Return the IDs of the end-of-text tokens: the union of the IDs in config.json (`config`) and in
-    generation_config.json of `directory`."""
+    generation_config.json of `directory`. IDs outside the vocabulary are left out, as in config.json. Raises UserError
+    for another type."""
     path = directory / "generation_config.json"
     if not path.is_file():
         return frozenset(config.eos_tokens)
     try:
-        found = read_json(path, "config_bytes").get("eos_token_id")
-    except (OSError, ValueError, AttributeError) as error:
+        found = Reader({**read_json(path, "config_bytes")}, {}, str(path))
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path} is not a JSON object: {error}") from None
-    ends = found if isinstance(found, list) else [found]
-    return frozenset(config.eos_tokens) | {token for token in ends if isinstance(token, int)}
+    return frozenset((*config.eos_tokens, *found.tokens("eos_token_id", config.vocabulary)))
 
 
-def _load_chat(directory: Path | None) -> ExampleEncoder | None:
-    """Return the encoder of conversations of a Hugging Face directory; None if it has no valid chat template."""
+def _load_chat(directory: Path | None) -> tuple[ExampleEncoder | None, int | None, str]:
+    """Load the chat template of a Hugging Face directory. Return (encoder of conversations, ID of the token that ends
+    an assistant turn or None, ""), or (None, None, reason) if the template is missing or unusable."""
     try:
-        return None if directory is None else ExampleEncoder.from_directory(directory, "the model's chat template")
-    except UserError:
-        return None
+        if directory is None:
+            raise UserError("the model has no chat template")
+        chat = ExampleEncoder.from_directory(directory, "the model's chat template")
+        return chat, chat.find_turn_end(), ""
+    except UserError as error:
+        return None, None, str(error)
