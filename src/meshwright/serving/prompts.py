@@ -31,7 +31,7 @@ class PromptTooLong(UserError):
 
 class Prompts:
     """Tokenizer and chat template of a served model: converts prompts to token IDs and back. directory: Hugging Face
-    directory from which special tokens and chat template are read; None: they are not read.
+    directory from which special tokens and chat template are read.
 
     Attributes:
         start: ID of the start (BOS) token put before a text; None if the model has none.
@@ -45,17 +45,18 @@ class Prompts:
 
     def __init__(
         self, tokenizer: Tokenizer, *, start: int | None = None, ends: Iterable[int] = (), vocabulary: int,
-        max_length: int, directory: Path | None = None,
+        max_length: int, directory: Path,
     ) -> None:  # fmt: skip
         """Wrap a tokenizer. start, ends, vocabulary, max_length: the attributes of the same names. directory: Hugging
-        Face directory of the tokenizer, None: no special tokens or chat template."""
+        Face directory of the tokenizer."""
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self.tokenizer, self.start, self.ends = tokenizer, start, frozenset(ends)
         self.vocabulary, self.max_length = vocabulary, max_length
         added = tokenizer.get_added_tokens_decoder()  # an end token may be an ordinary one, such as a newline
-        named = read_special_tokens(directory) if directory is not None else set()
-        named |= {added[token].content for token in {start, *self.ends} if token in added}
+        named = read_special_tokens(directory) | {
+            added[token].content for token in {start, *self.ends} if token in added
+        }
         self._special = find_special_tokens(tokenizer, named)
         self._encoder = make_text_encoder(tokenizer, self._special)
         self._longest_token = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
@@ -165,21 +166,17 @@ def read_end_tokens(directory: Path, config: ModelConfig) -> frozenset[int]:
     generation_config.json of `directory`. IDs outside the vocabulary are left out, as in config.json. Raises UserError
     for another type."""
     path = directory / "generation_config.json"
-    if not path.is_file():
-        return frozenset(config.eos_tokens)
     try:
-        found = Reader({**read_json(path, "config_bytes")}, {}, str(path))
+        found = {**read_json(path, "config_bytes")} if path.is_file() else {}
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path} is not a JSON object: {error}") from None
-    return frozenset((*config.eos_tokens, *found.tokens("eos_token_id", config.vocabulary)))
+    return frozenset(config.eos_tokens).union(Reader(found, {}, str(path)).tokens("eos_token_id", config.vocabulary))
 
 
-def _load_chat(directory: Path | None) -> tuple[ExampleEncoder | None, int | None, str]:
+def _load_chat(directory: Path) -> tuple[ExampleEncoder | None, int | None, str]:
     """Load the chat template of a Hugging Face directory. Return (encoder of conversations, ID of the token that ends
     an assistant turn or None, ""), or (None, None, reason) if the template is missing or unusable."""
     try:
-        if directory is None:
-            raise UserError("the model has no chat template")
         chat = ExampleEncoder.from_directory(directory, "the model's chat template")
         return chat, chat.find_turn_end(), ""
     except UserError as error:
