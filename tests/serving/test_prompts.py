@@ -134,7 +134,7 @@ def test_unusable_template_leaves_completions(tmp_path: Path, template: str, rea
     path = tmp_path / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
     config = SimpleNamespace(bos_token=None, eos_token=5, eos_tokens=(5,), vocabulary=300)
-    read = Prompts.from_directory(tmp_path, config, 64)  # type: ignore[arg-type]
+    read = Prompts.from_directory(tmp_path, config, 64)
     assert read.encode("ab", add_start=False)
     with pytest.raises(UserError, match=f"the model's chat template.*{reason}"):
         read.encode_chat(Conversation([Message("user", "hi")]))
