@@ -58,7 +58,7 @@ def test_chat_prompt_uses_the_chat_template(command_line: Callable[..., Any], st
     asked = ("--prompt", "there </s> was", "--chat", "--max-tokens", 3)
     outcome = command_line("generate", stories, *asked)
     assert (outcome.code, outcome.errors.count("\n")) == (2, 1)
-    assert "its tokenizer has no chat template" in outcome.errors
+    assert "the model's chat template is missing" in outcome.errors
     model = tmp_path / "model"
     shutil.copytree(stories, model, copy_function=shutil.copyfile)
     template = "{{ bos_token }}{% for m in messages %}Once upon a time, {{ m.content }}{% endfor %}"

@@ -288,7 +288,9 @@ def test_tokenizer_larger_than_model_vocabulary_is_refused(copy: Path, tmp_path:
 
 
 def test_chat_without_template_asks_for_plain_prompt(model: mw.Model):
-    with pytest.raises(UserError, match=r"has no chat template: give a text to be continued \(without --chat\)"):
+    with pytest.raises(
+        UserError, match=r"template is missing.* give a plain prompt \(/v1/completions, without --chat\)"
+    ):
         model.generate("Q", chat=True)
 
 

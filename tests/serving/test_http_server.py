@@ -26,6 +26,7 @@ from meshwright.serving import gate, http_server
 from meshwright.serving.gate import HttpSettings
 from meshwright.serving.http import HttpApp
 from meshwright.serving.http_server import open_socket
+from meshwright.serving.serve import raise_open_file_limit
 from meshwright.serving.waiting_line import Refusal
 from tests.serving.fake_engine import FakeEngine, ServedApp, make_prompts, wait_until
 
@@ -121,19 +122,26 @@ def test_header_timeout_ends_connection(address: tuple[str, int], sent: bytes):
         assert read_all(connection) == b""
 
 
-def test_oversized_headers_close_connection(address: tuple[str, int]):
-    with socket.create_connection(address) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\n" + b"".join(b"x-%d: %s\r\n" % (n, b"y" * 90) for n in range(99)))
-        assert read_all(connection) == b""
-
-
-def test_oversized_unfinished_header_closes_connection(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("parts", "status", "code"),
+    [
+        ([b"x: y\r\n" * 60 + b"\r\n"], 431, "headers_too_large"),
+        ([b"x: " + b"a" * 1000, b"a" * 1500], 431, "headers_too_large"),
+        ([b"content-length: x\r\n\r\n"], 400, "invalid_http"),
+    ],
+)
+def test_unreadable_request_gets_openai_error(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch, parts: list[bytes], status: int, code: str
+):
     monkeypatch.setattr(http_server, "HEADER_SECONDS", 60)
     with socket.create_connection(address) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nx: " + b"a" * 1000)
-        time.sleep(0.1)
-        connection.sendall(b"a" * 1500)
-        assert read_all(connection) == b""
+        connection.sendall(b"GET /health HTTP/1.1\r\n")
+        for part in parts:
+            time.sleep(0.05)
+            connection.sendall(part)
+        head, _, body = read_all(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d" % status) and b"connection: close" in head
+    assert json.loads(body)["error"]["code"] == code
 
 
 def test_client_that_does_not_read_is_disconnected(served: ServedApp, monkeypatch: pytest.MonkeyPatch):
@@ -275,8 +283,8 @@ def test_low_limit_on_open_files_is_reported(monkeypatch: pytest.MonkeyPatch):
     limits, lines = [(512, 1000)], list[str]()
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, each: limits.append(each))
-    assert http_server.raise_open_file_limit(300, lines.append) == 300 and not lines
-    assert http_server.raise_open_file_limit(1024, lines.append) == 372 and limits[-1] == (1000, 1000)
+    assert raise_open_file_limit(300, lines.append) == 300 and not lines
+    assert raise_open_file_limit(1024, lines.append) == 372 and limits[-1] == (1000, 1000)
     assert len(lines) == 1 and "open files (ulimit -n) of 1000" in lines[0]
 
 

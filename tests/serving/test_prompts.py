@@ -22,9 +22,12 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Prompts:
 
 
 @pytest.fixture(scope="module")
-def sentencepiece() -> Prompts:
-    tokenizer = fallback_tokenizer()
-    return Prompts(tokenizer, start=0, ends=[0], vocabulary=tokenizer.get_vocab_size(), max_length=64)
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Prompts:
+    tokenizer, directory = fallback_tokenizer(), tmp_path_factory.mktemp("sentencepiece")
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
+    size = tokenizer.get_vocab_size()
+    return Prompts(tokenizer, start=0, ends=[0], vocabulary=size, max_length=64, directory=directory)
 
 
 def test_prompt_has_start_token_and_no_special_text(prompts: Prompts):
@@ -104,19 +107,37 @@ def test_conversation_refused_by_template_is_user_error(prompts: Prompts):
 
 def test_model_without_template_cannot_chat(sentencepiece: Prompts):
     assert sentencepiece.chat_template is None
-    with pytest.raises(UserError, match="has no chat template"):
+    with pytest.raises(UserError, match="the model's chat template is missing"):
         sentencepiece.encode_chat(Conversation([Message("user", "hi")]))
 
 
 def test_directory_gives_tokenizer_template_and_all_end_tokens(tmp_path: Path):
     made = make_prompts(tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9, -3, 300]}))
     config = SimpleNamespace(bos_token=None, eos_token=5, eos_tokens=(5,), vocabulary=300)
     read = Prompts.from_directory(tmp_path, config, 64)
     assert read.ends == {5, 7, 9}
     assert read.chat_ends == {5, 7, 9} | made.ends  # the template ends a turn by the tokenizer's end token
     assert read.chat_template == made.chat_template
     assert read.start == 5
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, True]}))
+    with pytest.raises(UserError, match=r'generation_config\.json: "eos_token_id" must be a token id'):
+        Prompts.from_directory(tmp_path, config, 64)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [("{% for %}", "line 1"), ("{{ '{:>5000000}'.format(1) }}", "more than the limit")],
+)
+def test_unusable_template_leaves_completions(tmp_path: Path, template: str, reason: str):
+    make_prompts(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
+    config = SimpleNamespace(bos_token=None, eos_token=5, eos_tokens=(5,), vocabulary=300)
+    read = Prompts.from_directory(tmp_path, config, 64)
+    assert read.encode("ab", add_start=False)
+    with pytest.raises(UserError, match=f"the model's chat template.*{reason}"):
+        read.encode_chat(Conversation([Message("user", "hi")]))
 
 
 def test_directory_without_tokenizer_is_one_line(tmp_path: Path):

@@ -297,10 +297,6 @@ class Model:
         """Return the token IDs of a prompt, which is a text or already a list of token IDs. chat: True if the text is a
         user message, which is put into the chat template. Raises UserError for a prompt of another type, or if there is
         no template."""
-        if chat and self._prompts.chat_template is None:
-            raise UserError(
-                f"{self.directory}: its tokenizer has no chat template: give a text to be continued (without --chat)"
-            )
         if isinstance(prompt, str):
             turns = [Message("user", prompt)]
             return self._prompts.encode_chat(Conversation(turns)) if chat else self._prompts.encode(prompt)

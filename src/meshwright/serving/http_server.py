@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import math
-import resource
 import socket
 import time
 from collections.abc import Callable
@@ -20,13 +19,13 @@ from meshwright.errors import RankLost, UserError
 from meshwright.launcher.signals import StopSignals
 from meshwright.serving.gate import OPEN_PATHS
 from meshwright.serving.http import HttpApp
+from meshwright.serving.protocol.errors import ApiError
 from meshwright.serving.replicas import Replicas
 from meshwright.serving.streaming import ABORT
 
 HEADER_BYTES = 64 << 10  # limit on path and headers of a request, and on received bytes that are not parsed yet
 HEADER_OVERHEAD = 32  # bytes that are added for each header
 HEADER_SECONDS = 30  # from the connection, or a request's first byte, to the end of its headers
-OTHER_FILES = 256  # open files other than client connections
 BACKLOG = 4096  # length of the kernel's accept queue; Linux's default limit
 ACCEPTS = 8  # connections accepted per iteration of the event loop
 PAUSE_SECONDS = 0.05  # between attempts to accept a connection while there is no room
@@ -166,20 +165,27 @@ class _LimitedProtocol(HttpToolsProtocol):
             self._unparsed_bytes += len(data)
             super().data_received(data)
             if self._unparsed_bytes > HEADER_BYTES and not self.transport.is_closing():
-                self.transport.abort()
+                self._header_bytes = self._unparsed_bytes
+                self.send_400_response("")
         else:
             self._mark_newest()  # gives the client time to read the response
-            self._lingering.unread = True
-            answer = self._refuse()
-            headers = [b"%s: %s\r\n" % each for each in (*answer.raw_headers, (b"connection", b"close"))]
-            self.transport.write(STATUS_LINE[answer.status_code] + b"".join(headers) + b"\r\n" + bytes(answer.body))
-            self.transport.close()
+            self._answer_unread(self._refuse())
 
     def send_400_response(self, msg: str) -> None:
-        """Answer data that are not valid HTTP with status 400 and text `msg`, if no response is being sent."""
-        self._lingering.unread = True
+        """Answer data that are not valid HTTP with status 400 and text `msg`, or headers that are too large with status
+        431, if no response is being sent."""
+        error = ApiError(400, msg, code="invalid_http")
+        if self._header_bytes > HEADER_BYTES:
+            error = ApiError(431, f"path and headers are larger than {HEADER_BYTES:,} bytes", code="headers_too_large")
         if not self._ends:
-            super().send_400_response(msg)
+            self._answer_unread(error.to_response())
+
+    def _answer_unread(self, answer: Response) -> None:
+        """Send `answer` to a request that is not read to its end, and close the connection."""
+        self._lingering.unread = True
+        headers = [b"%s: %s\r\n" % each for each in (*answer.raw_headers, (b"connection", b"close"))]
+        self.transport.write(STATUS_LINE[answer.status_code] + b"".join(headers) + b"\r\n" + bytes(answer.body))
+        self.transport.close()
 
     def on_message_begin(self) -> None:
         """Start a request: reset the count of header bytes, and set the deadline for its headers, `HEADER_SECONDS` from
@@ -249,10 +255,10 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._set_deadline(KEEP_ALIVE_SECONDS)
 
     def _count_header_bytes(self, size: int) -> None:
-        """Add `size` to the request's header bytes; abort the connection above `HEADER_BYTES`."""
+        """Add `size` to the request's header bytes. Raises ValueError above `HEADER_BYTES`, which ends the parsing."""
         self._header_bytes += size
         if self._header_bytes > HEADER_BYTES:
-            self.transport.abort()
+            raise ValueError("headers are too large")
 
     def _set_deadline(self, seconds: float) -> None:
         """Set the connection's deadline, at which the server calls `expire`, to `seconds` from now."""
@@ -334,27 +340,13 @@ class _Server(uvicorn.Server):
 
 
 def make_server(app: HttpApp) -> uvicorn.Server:
-    """Return the uvicorn server of the application `app`, which serves at most `HttpSettings.connections` connections,
-    or as many as the limit on open files allows. Its `serve([listener])` runs until `should_exit` is set."""
+    """Return the uvicorn server of the application `app`, which serves at most `HttpSettings.connections` connections.
+    Its `serve([listener])` runs until `should_exit` is set."""
     config = uvicorn.Config(
         app, ws="none", lifespan="off", log_level="error", access_log=False, server_header=False, proxy_headers=False,
         timeout_graceful_shutdown=READ_SECONDS,
     )  # fmt: skip
-    return _Server(config, raise_open_file_limit(app.settings.connections), app.refuse_connection)
-
-
-def raise_open_file_limit(count: int, log: Callable[[str], None] = lambda line: None) -> int:
-    """Raise the process's limit on open files so that it allows `count` served connections and as many refused ones.
-    Return the number of connections that the limit allows. log: called with one line if it is less than `count`."""
-    wanted = 2 * count + OTHER_FILES
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files != resource.RLIM_INFINITY and files < wanted:
-        files = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
-        if files < wanted:
-            log(f"the limit on open files (ulimit -n) of {files} allows fewer than {count} connections")
-        wanted = files
-    return max(1, (wanted - OTHER_FILES) // 2)
+    return _Server(config, app.settings.connections, app.refuse_connection)
 
 
 async def wait_for_signals(signals: StopSignals, count: int = 1) -> None:

@@ -21,6 +21,7 @@ from meshwright.data.tokenizers.special_tokens import (
 )
 from meshwright.errors import UserError
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_reader import Reader
 from meshwright.untrusted import read_file, read_json
 
 
@@ -30,7 +31,7 @@ class PromptTooLong(UserError):
 
 class Prompts:
     """Tokenizer and chat template of a served model: converts prompts to token IDs and back. directory: Hugging Face
-    directory from which special tokens and chat template are read; None: they are not read.
+    directory from which special tokens and chat template are read.
 
     Attributes:
         start: ID of the start (BOS) token put before a text; None if the model has none.
@@ -38,29 +39,30 @@ class Prompts:
         vocabulary: Number of token IDs of the model, which are 0 to `vocabulary - 1`.
         max_length: Maximum number of tokens of a prompt and its answer together.
         chat_ends: `ends`, and the token that ends an assistant turn in the chat template.
-        chat_template: Jinja source of the chat template; None if the model has none.
+        chat_template: Jinja source of the chat template; None if it is missing or unusable.
         token_bytes: UTF-8 bytes of each token ID, which may be a part of a character; of a special token, its name's.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, *, start: int | None = None, ends: Iterable[int] = (), vocabulary: int,
-        max_length: int, directory: Path | None = None,
+        max_length: int, directory: Path,
     ) -> None:  # fmt: skip
         """Wrap a tokenizer. start, ends, vocabulary, max_length: the attributes of the same names. directory: Hugging
-        Face directory of the tokenizer, None: no special tokens or chat template."""
+        Face directory of the tokenizer."""
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self.tokenizer, self.start, self.ends = tokenizer, start, frozenset(ends)
         self.vocabulary, self.max_length = vocabulary, max_length
         added = tokenizer.get_added_tokens_decoder()  # an end token may be an ordinary one, such as a newline
-        named = read_special_tokens(directory) if directory is not None else set()
-        named |= {added[token].content for token in {start, *self.ends} if token in added}
+        named = read_special_tokens(directory) | {
+            added[token].content for token in {start, *self.ends} if token in added
+        }
         self._special = find_special_tokens(tokenizer, named)
         self._encoder = make_text_encoder(tokenizer, self._special)
         self._longest_token = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
-        self.token_bytes, self._chat = TokenBytes(tokenizer), _load_chat(directory)
+        self.token_bytes = TokenBytes(tokenizer)
+        self._chat, turn_end, self._chat_problem = _load_chat(directory)
         self.chat_template = self._chat.template.source if self._chat else None
-        turn_end = self._chat.find_turn_end() if self._chat else None
         self.chat_ends = self.ends if turn_end is None else self.ends | {turn_end}
 
     @classmethod
@@ -111,15 +113,15 @@ class Prompts:
         """Tokenize the conversation `given`, formatted by the model's chat template, and return its token IDs. header:
         True: append the header of the assistant's next turn (needed for a prompt).
 
-        Raises UserError if the model has no template, if the template refuses the conversation or ignores its tools or
+        Raises UserError if the template is missing or unusable, if it refuses the conversation or ignores its tools or
         tool calls, or if its text is so long that it has more than `max_length` tokens."""
         self._check_characters(given.count_characters())
         return self.check(self._require_chat().encode_prompt(given.messages, header, given.tools, given.variables))
 
     def render_chat(self, given: Conversation, header: bool = True) -> str:
         """Render the conversation `given` to text by the model's chat template. header: True: append the header of the
-        assistant's next turn. Raises UserError if the model has no template, or if the template refuses the
-        conversation or ignores its tools or tool calls."""
+        assistant's next turn. Raises UserError if the template is missing or unusable, refuses the conversation, or
+        ignores its tools or tool calls."""
         return self._require_chat().render_prompt(given.messages, header, given.tools, given.variables)
 
     def check(self, tokens: Sequence[int], *, empty: bool = False) -> list[int]:
@@ -153,29 +155,29 @@ class Prompts:
             raise PromptTooLong(f"the prompt has {count:,} characters, more than {limit} can hold")
 
     def _require_chat(self) -> ExampleEncoder:
-        """Return the encoder of conversations. Raises UserError if the model has no chat template."""
+        """Return the encoder of conversations. Raises UserError if the chat template is missing or unusable."""
         if self._chat is None:
-            raise UserError("the model has no chat template; use /v1/completions")
+            raise UserError(self._chat_problem)
         return self._chat
 
 
 def read_end_tokens(directory: Path, config: ModelConfig) -> frozenset[int]:
     """Return the IDs of the end-of-text tokens: the union of the IDs in config.json (`config`) and in
-    generation_config.json of `directory`."""
+    generation_config.json of `directory`. IDs outside the vocabulary are left out, as in config.json. Raises UserError
+    for another type."""
     path = directory / "generation_config.json"
-    if not path.is_file():
-        return frozenset(config.eos_tokens)
     try:
-        found = read_json(path, "config_bytes").get("eos_token_id")
-    except (OSError, ValueError, AttributeError) as error:
+        found = {**read_json(path, "config_bytes")} if path.is_file() else {}
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path} is not a JSON object: {error}") from None
-    ends = found if isinstance(found, list) else [found]
-    return frozenset(config.eos_tokens) | {token for token in ends if isinstance(token, int)}
+    return frozenset(config.eos_tokens).union(Reader(found, {}, str(path)).tokens("eos_token_id", config.vocabulary))
 
 
-def _load_chat(directory: Path | None) -> ExampleEncoder | None:
-    """Return the encoder of conversations of a Hugging Face directory; None if it has no valid chat template."""
+def _load_chat(directory: Path) -> tuple[ExampleEncoder | None, int | None, str]:
+    """Load the chat template of a Hugging Face directory. Return (encoder of conversations, ID of the token that ends
+    an assistant turn or None, ""), or (None, None, reason) if the template is missing or unusable."""
     try:
-        return None if directory is None else ExampleEncoder.from_directory(directory, "the model's chat template")
-    except UserError:
-        return None
+        chat = ExampleEncoder.from_directory(directory, "the model's chat template")
+        return chat, chat.find_turn_end(), ""
+    except UserError as error:
+        return None, None, str(error)

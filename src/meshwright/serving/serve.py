@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib.util
+import resource
 import signal
 import time
 from collections import Counter
@@ -140,7 +141,7 @@ def serve(
 
     from meshwright.serving.gate import HttpSettings, check_origins, read_api_keys
     from meshwright.serving.http import HttpApp
-    from meshwright.serving.http_server import open_socket, raise_open_file_limit, serve_http, wait_for_signals
+    from meshwright.serving.http_server import open_socket, serve_http, wait_for_signals
 
     keys = read_api_keys(Path(given["api_key_file"])) if "api_key_file" in given else ()
     origins = check_origins(given.get("cors_origins", ()))
@@ -160,8 +161,7 @@ def serve(
                     return 0
                 prompts = starting.result()
                 connections = raise_open_file_limit(max(1024, 2 * replicas.max_requests), log)
-                settings = HttpSettings(name, keys, origins, connections=connections)
-                app = HttpApp(replicas, prompts, settings)
+                app = HttpApp(replicas, prompts, HttpSettings(name, keys, origins, connections=connections))
                 host, port = listener.getsockname()[:2]
                 url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
                 seconds = time.perf_counter() - phases.began
@@ -327,3 +327,18 @@ def _raise_end(number: int, unfinished: int) -> NoReturn:
     flight = f"{unfinished} requests in flight were ended" if unfinished else "requests in flight were finished"
     error, word = (KeyboardInterrupt, "interrupted") if number == signal.SIGINT else (Terminated, "terminated")
     raise error(f"{word}: {flight}, the server has ended")
+
+
+def raise_open_file_limit(count: int, log: Callable[[str], None]) -> int:
+    """Raise the process's limit on open files so that it allows `count` served connections and as many refused ones.
+    Return the number of connections that the limit allows. log: called with one line if it is less than `count`."""
+    others = 256  # files that are no client connections
+    wanted = 2 * count + others
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files != resource.RLIM_INFINITY and files < wanted:
+        files = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
+        if files < wanted:
+            log(f"the limit on open files (ulimit -n) of {files} allows fewer than {count} connections")
+        wanted = files
+    return max(1, (wanted - others) // 2)

@@ -59,13 +59,13 @@ class ExampleEncoder:
         template."""
         found = find_tokenizer(str(directory))
         assert found is not None, directory
+        where = where or f"the chat template of {directory}"
         if (source := found.chat_template) is None:
             raise UserError(
-                f"{directory}: its tokenizer has no chat template, so the format of a turn is unknown; "
-                "give a plain prompt (without --chat), or add a chat_template.jinja"
+                f"{where} is missing, so the format of a turn is unknown: add a chat_template.jinja, or give a plain "
+                "prompt (/v1/completions, without --chat)"
             )
         tokenizer = found.load()
-        where = where or f"the chat template of {directory}"
         return cls(tokenizer, ChatTemplate(source, found.list_named_tokens(), tokenizer.special, where))
 
     def encode_documents(self, documents: Sequence[Document]) -> Iterator[list[EncodedDocument]]:
