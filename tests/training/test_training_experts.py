@@ -86,12 +86,14 @@ def test_mixture_resumes_on_other_ranks_as_if_undisturbed(family: str, home: Pat
                 assert 0 < float(values.abs().max()) <= 0.006 + 1e-7
 
 
-def test_router_bias_of_overloaded_expert_decreases_outside_adam():
+@pytest.mark.parametrize("loss_scale", [1.0, 65536.0])
+def test_router_bias_of_overloaded_expert_decreases_outside_adam(loss_scale: float):
     train = TrainRecipe(steps=1, batch=1, learning_rate=0.5, router_bias_rate=0.01, weight_decay=0.5)
-    master, gradient = torch.zeros(6), torch.tensor([1.0, 1.0, 7.0, -3.0, 0.0, 1.0])
+    rounding = torch.finfo(torch.float32).eps  # in the sum of an expert's load, which is the mean load
+    master, gradient = torch.zeros(6), torch.tensor([1.0, 1.0, 7.0, -3.0, rounding, 1.0]) * loss_scale
     optimizer = Optimizer(
         [SimpleNamespace(master=master, gradient=gradient, decay_numel=1, rate_factor=1.0, balancing=((2, 5),))], train
     )
-    optimizer.step(0.5, 0.1)
+    optimizer.step(0.5, 0.1 / loss_scale, loss_scale)
     torch.testing.assert_close(master, torch.tensor([-0.5, -0.5, -0.01, 0.01, 0.0, -0.5]))
     assert all(bool((state[0][2:5] == 0).all()) for state in optimizer.state_tensors().values())

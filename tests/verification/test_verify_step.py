@@ -77,6 +77,14 @@ def test_trainer_matches_one_device(case: str, tmp_path: Path):
     assert found.worst_error > 1e-17, "nothing was compared"
 
 
+def test_float32_rounding_stays_below_the_tolerance_in_a_deep_model_with_post_norms(tmp_path: Path):
+    deep = CaseBuilder(Layout.parse("pp5:v-min mb3"), preset("glm4-tiny")).make_dtype_problem()
+    assert deep.config.layers == 11
+    _, found = run(dataclasses.replace(deep, batch=4), tmp_path)
+    assert found.passed, found.failure
+    assert found.worst_error < TOLERANCES["float32"] / 2
+
+
 def test_float32_case_passes(tmp_path: Path):
     """With SGD instead of AdamW, and a constant loss scale."""
     problem = CaseBuilder(LAYOUT, preset("gpt2"), "float32").make_update_problem(layers=2)

@@ -61,14 +61,15 @@ class Problem:
 
     @property
     def only_planned(self) -> bool:
-        """True if the search includes layouts that `meshwright train` cannot run: for models and engines that can only
-        be planned, and for encoders."""
-        config = self.config
-        return config.planning_only is not None or config.encoder or self.engine.name != "meshwright"
+        """True if the search includes layouts that `meshwright train` cannot run: for models, engines and precisions
+        that can only be planned, for encoders, and for sequences longer than the positions that the model was made for.
+        """
+        config, runs = self.config, self.engine.name == "meshwright" and self.precision != "fp8"
+        return not runs or config.planning_only is not None or config.encoder or self.sequence > config.max_positions
 
     def accepts(self, layout: Layout) -> bool:
-        """Return True if training accepts the layout. For models and engines that can only be planned, return True if
-        the layout is possible for the model."""
+        """Return True if training accepts the layout. In a problem that can only be planned, return True if the layout
+        is possible for the model."""
         try:
             self.refuse(layout, planning=self.only_planned)
         except UserError:

@@ -79,19 +79,19 @@ class Optimizer:
             views.append(tensors[index][part])
 
     @torch.no_grad()
-    def step(self, learning_rate: float, gradient_scale: float | GpuScale = 1.0) -> None:
+    def step(self, learning_rate: float, gradient_scale: float | GpuScale = 1.0, loss_scale: float = 1.0) -> None:
         """Update the master weights of all shards in place from their gradients. learning_rate: learning rate of this
         step.
 
         gradient_scale: factor by which the gradients are first multiplied (norm clipping and loss scale), or a
-        `GpuScale`, which the fused kernels apply on the GPU.
+        `GpuScale`, which the fused kernels apply on the GPU. loss_scale: factor by which the loss was multiplied.
 
         Router biases, which balance the load of experts, are not updated by gradients. The gradient elements at their
         indices hold the load of each expert minus the mean load. Each bias is changed by `router_bias_rate`, down if
         that difference is positive and up if it is negative (arXiv:2408.15664).
         """
         self.step_count += 1
-        self._balance_experts(gradient_scale)
+        self._balance_experts(gradient_scale, loss_scale)
         options: dict[str, Any] = {"fused": True, "maximize": False}
         if isinstance(gradient_scale, GpuScale):
             options |= {"grad_scale": gradient_scale.divisor, "found_inf": gradient_scale.skip}
@@ -101,13 +101,14 @@ class Optimizer:
         for (weight_decay, rate_factor), group in self._groups.items():
             self._update(group, lr=learning_rate * rate_factor, weight_decay=weight_decay, **options)
 
-    def _balance_experts(self, gradient_scale: float | GpuScale) -> None:
-        """Update the router biases (arXiv:2408.15664, algorithm 1), and set their gradients to 0."""
+    def _balance_experts(self, gradient_scale: float | GpuScale, loss_scale: float) -> None:
+        """Update the router biases (arXiv:2408.15664, algorithm 1), and set their gradients to 0. Arguments: as in
+        `step`."""
         for shard in self.shards:
             for low, high in shard.balancing:
                 load = shard.gradient[low:high]
                 # An excess as small as the rounding of its sum is none: its sign would depend on the layout.
-                sign = torch.where(load.abs() > 16 * torch.finfo(load.dtype).eps, load, 0).sign()
+                sign = torch.where(load.abs() > 16 * loss_scale * torch.finfo(load.dtype).eps, load, 0).sign()
                 if isinstance(gradient_scale, GpuScale):
                     sign *= 1 - gradient_scale.skip
                 shard.master[low:high].sub_(sign, alpha=self._train.router_bias_rate)

@@ -241,7 +241,7 @@ class Trainer:
         """Run the optimizer on the master weights with the gradients multiplied by `gradient_scale`, then copy or
         all-gather the master weights into the parameters. Collective."""
         self.before_update()
-        self.optimizer.step(learning_rate(self.steps_done, self.recipe.train), gradient_scale)
+        self.optimizer.step(learning_rate(self.steps_done, self.recipe.train), gradient_scale, self.loss_scale.value)
         self.parallel.all_gather_parameters()
 
     def _discard_step(self) -> None:

@@ -19,11 +19,12 @@ TOO_SHORT = "too few elements to identify a pattern"
 _FORWARD = (
     *("embedding", "positions", "embedding_norm", "hidden_norm", "projection", "attention_norm", "attention.qkv"),
     *("attention.query_norm", "attention.key_norm", "attention.query_up", "attention.latent_norm"),
-    *("attention.latent_up", "attention.output", "attention_post_norm", "mlp_norm", "mlp.router", "mlp.up"),
-    *("mlp.experts.up", "mlp.experts.down", "mlp.shared_gate", "mlp.shared.up", "mlp.shared.down", "mlp.down"),
-    *("mlp_post_norm", "norm", "final_norm", "head"),
+    *("attention.latent_up", "attention", "attention.output", "attention_post_norm", "mlp_norm", "mlp.router"),
+    *("mlp.up", "mlp.experts.up", "mlp.experts.down", "mlp.shared_gate", "mlp.shared.up", "mlp.shared.down"),
+    *("mlp.down", "mlp_post_norm", "norm", "final_norm", "head"),
 )
-"""Modules of the engine in the order of the forward pass; those of a layer without its prefix."""
+"""Modules of the engine in the order of the forward pass; those of a layer without its prefix. "attention": its
+sinks."""
 
 
 def list_in_backward_order(reference: Reference) -> list[str]:

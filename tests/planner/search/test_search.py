@@ -338,3 +338,14 @@ def test_layouts_of_engine_that_keeps_gathered_parameters_are_found():
 def test_problem_accepts_layouts_that_training_accepts():
     problem = Problem(preset("llama-tiny"), cluster("8xh100-sxm"), 64, 8)
     assert [problem.accepts(Layout.parse(text)) for text in ("dp8", "dp3", "dp2 tp4")] == [True, False, True]
+
+
+@pytest.mark.parametrize("changes", [{"precision": "fp8"}, {"sequence": 8192}], ids=str)
+def test_search_finds_a_layout_where_a_named_one_is_priced(changes: dict[str, object]):
+    """Training refuses fp8 and sequences beyond the model's positions, which plans of one layout price all the same."""
+    problem = dataclasses.replace(Problem(preset("llama-2-7b"), cluster("8xh100-sxm"), 4096, 32), **changes)
+    named = Layout.parse("dp8 zero3 mb4").with_(precision=problem.precision)
+    assert estimate_layout(problem, named).fits
+    (best,) = search(problem, 1).best
+    assert best.fits and best.time.seconds <= estimate_layout(problem, named).time.seconds
+    assert any("train refuses it" in line for line in best.warnings)
