@@ -13,11 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshwright.collectives.communicators import REDUCTION_AXES, list_communicators
 from meshwright.comm import collectives, transport
 from meshwright.comm.backend import compute_backend_timeout, get_group_backends
 from meshwright.comm.device_thread import start_thread
 from meshwright.comm.local import LocalRanks
-from meshwright.comm.mesh import Axis, Communicator, Mesh
+from meshwright.comm.mesh import AXIS_NAMES, EXPERT_AXES, Axis, Communicator, Mesh
 from meshwright.layout import Layout
 from meshwright.training.deterministic import deterministic
 
@@ -62,7 +63,9 @@ def test_groups_are_made_one_by_one_unless_the_world_is_bound_to_gpus(
 
 LAYOUTS_OF_512 = {  # layout: axes whose groups are made, each by one call of all ranks
     "dp64 zero1 tp8": ["tp", "dp"],
-    "dp512 zero3": [],
+    "dp512 zero2": [],
+    "dp512 zero3": ["reduction"],
+    "dp64 zero3 tp8 hs8": ["tp", "dp", "shard", "reduction", "replica"],
     "dp8 zero1 tp8 pp8:zb-v mb16": ["tp", "dp", "pp"],
     "dp512 zero1 hs8 ep8": ["ep", "shard", "replica"],
     "cp8 dp64 zero2": ["cp", "dp"],
@@ -76,8 +79,21 @@ def test_nccl_groups_of_an_axis_are_split_off_the_world_in_one_call(monkeypatch:
     calls = split_group.call_args_list
     assert not new_group.called and all(call.kwargs["backend"] == "nccl" for call in calls)
     made = [{tuple(ranks) for ranks in call.args[1]} for call in calls]
-    assert made == [set(layout.groups(name)) for name in LAYOUTS_OF_512[text]]
+    assert made == [set(layout.groups(REDUCTION_AXES.get(name, name))) for name in LAYOUTS_OF_512[text]]
     assert all(sorted(rank for ranks in groups for rank in ranks) == list(range(512)) for groups in made)
+
+
+def make_mesh_of_rank_1(monkeypatch: pytest.MonkeyPatch, text: str, config: str, device: str) -> Mesh:
+    """Return rank 1's mesh of a layout on a backend that is not there."""
+    layout = Layout.parse(text)
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=None)))
+        patch.setattr(dist, "get_world_size", lambda: layout.world_size)
+        patch.setattr(dist, "get_rank", lambda: 1)
+        patch.setattr(dist, "get_backend_config", lambda group: config)
+        for name in ("new_group", "barrier"):
+            patch.setattr(dist, name, lambda *_: object())
+        return Mesh.create(layout, device)
 
 
 @pytest.mark.parametrize("text, apart", [("cp8 zero1", "cp"), ("dp8 zero2 ep8", "ep"), ("dp4 zero3 ep2:etp2", None)])
@@ -85,20 +101,40 @@ def test_layers_do_not_share_the_communicator_of_gradients(
     monkeypatch: pytest.MonkeyPatch, text: str, apart: str | None
 ):
     """A ring step or a dispatch on it would wait for the reductions and all-gathers that it should overlap with."""
-    layout = Layout.parse(text)
     for config, device in (("cpu:gloo,cuda:nccl", "cuda"), ("cpu:gloo", "cpu")):
-        with monkeypatch.context() as patch:
-            patch.setattr(dist, "group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=None)))
-            patch.setattr(dist, "get_world_size", lambda: layout.world_size)
-            patch.setattr(dist, "get_rank", lambda: 1)
-            patch.setattr(dist, "get_backend_config", lambda group, config=config: config)
-            for name in ("new_group", "split_group", "barrier"):
-                patch.setattr(dist, name, lambda *_, **__: object())
-            mesh = Mesh.create(layout, device)
+        mesh = make_mesh_of_rank_1(monkeypatch, text, config, device)
         states = [axis.group for axis in (mesh.data, mesh.shard, mesh.expert_shard) if axis.size > 1]
         for axis in (mesh.cp, mesh.ep, mesh.etp):
             alike = [group for group in states if group is axis.group and axis.size > 1]
             assert bool(alike) == (axis.name == apart and device == "cpu"), axis.name
+
+
+COMMUNICATORS = {  # layout: how many a rank has under NCCL, and of these for reductions alone
+    "dp64 zero1 tp8": (3, 0), "dp8 zero2": (1, 0), "dp8 zero3": (2, 1), "dp64 zero3 tp8": (4, 1),
+    "dp16 zero2 hs8": (3, 0), "dp16 zero3 hs8": (4, 1), "dp8 zero1 tp8 pp8 mb16": (4, 0), "dp8 zero3 ep8": (3, 1),
+    "dp8 zero3 tp8 pp8 mb16": (5, 1), "dp16 zero3 ep8": (5, 2), "dp8 zero3 tp2 ep4": (7, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [*COMMUNICATORS, "dp4 cp2 tp2 zero3", "cp4:ulysses dp2", "dp4 tp2 ep4 hs2 zero3"])
+def test_mesh_has_the_communicators_that_the_planner_counts(monkeypatch: pytest.MonkeyPatch, text: str):
+    """Those of reductions under ZeRO-3 among them; gloo, which runs the calls of a group at once, has none."""
+    layout = Layout.parse(text)
+    names = [*(name for name in AXIS_NAMES if name != "dp"), *(EXPERT_AXES if layout.expert_parallel else ())]
+    for config, device in (("cpu:gloo,cuda:nccl", "cuda"), ("cpu:gloo", "cpu")):
+        mesh = make_mesh_of_rank_1(monkeypatch, text, config, device)
+        groups: dict[int, set[str]] = {}
+        for name in names:
+            axis: Axis = getattr(mesh, name)
+            if axis.size > 1:
+                groups.setdefault(id(axis.group), set()).add(name)
+        apart = [axes for axes in groups.values() if axes <= REDUCTION_AXES.keys()]
+        if device == "cpu":
+            assert not apart and not any(getattr(mesh, name).purpose for name in names)
+            continue
+        assert sorted(map(sorted, groups.values())) == sorted(map(sorted, list_communicators(layout).values()))
+        assert text not in COMMUNICATORS or (len(groups), len(apart)) == COMMUNICATORS[text]
+        assert (mesh.reduction.recorder_group == mesh.shard.recorder_group) == (not apart)
 
 
 def connect_late() -> tuple[float, float]:

@@ -83,12 +83,12 @@ class _Kernel:
 
 
 class StreamCallMatcher(CallMatcher):
-    """CallMatcher whose communication calls are kernels on the communicators' streams. seed: for the random times at
-    which kernels end."""
+    """CallMatcher whose communication calls are kernels on the communicators' streams. seed, early: as of
+    `StreamRanks`."""
 
-    def __init__(self, scheduler: Scheduler, seed: int) -> None:
+    def __init__(self, scheduler: Scheduler, seed: int, early: float) -> None:
         super().__init__(scheduler)
-        self._random = random.Random(seed)
+        self._random, self._early = random.Random(seed), early
         self._queues: dict[tuple[int, GroupKey], deque[_Kernel]] = defaultdict(deque)
         """Kernels in flight by rank and communicator, in posted order."""
         self._group: _Kernel | None = None  # to which messages are added that are posted together
@@ -158,7 +158,7 @@ class StreamCallMatcher(CallMatcher):
         rank = self.scheduler.current()
         self.stream.host += self._random.expovariate(1.0)
         for (owner, _), queue in list(self._queues.items()):
-            while owner == rank.index and queue and queue[0].is_ready() and self._random.random() < 0.3:
+            while owner == rank.index and queue and queue[0].is_ready() and self._random.random() < self._early:
                 queue.popleft().end()
         return _Kernel(f"{operation} (call {rank.calls + 1} of rank {rank.index}, {describe_place(find_caller())})")
 
@@ -306,18 +306,19 @@ class StreamEvent(NamedTuple):
 
 class StreamRanks(EmulatedRanks):
     """Emulated ranks with simulated streams: `comm` makes the calls that it makes under NCCL. Use it as a context
-    manager. seed: for the random times at which kernels end."""
+    manager. seed: for the random times at which kernels end. early: probability with which a kernel ends at a later
+    call of the rank; 0: kernels end only when they are waited for."""
 
     backend = "nccl"
     matcher: StreamCallMatcher
 
-    def __init__(self, world_size: int, *, seed: int = 0) -> None:
+    def __init__(self, world_size: int, *, seed: int = 0, early: float = 0.3) -> None:
         super().__init__(world_size)
-        self.seed = seed
+        self.seed, self.early = seed, early
 
     def _make_matcher(self) -> CallMatcher:
         """Return the matcher that simulates the streams of all ranks."""
-        return StreamCallMatcher(self.scheduler, self.seed)
+        return StreamCallMatcher(self.scheduler, self.seed, self.early)
 
     def _patch_process(self, stack: contextlib.ExitStack) -> None:
         """Patch torch.distributed and Python as the base class does, and make `comm` and the checkpoint code use the

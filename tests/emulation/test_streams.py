@@ -21,7 +21,7 @@ import torch.distributed._symmetric_memory  # defines the operators that `fused_
 
 from meshwright.checkpoint.checkpointer import Checkpointer
 from meshwright.checkpoint.snapshot import Snapshot, SnapshotBuffers
-from meshwright.comm import backend, collectives, operators, products, transport
+from meshwright.comm import backend, collectives, mesh, operators, products, transport
 from meshwright.comm.mesh import Mesh, _axes
 from meshwright.emulation.ranks import EmulatedRanks
 from meshwright.emulation.scheduler import EmulationFailed
@@ -150,6 +150,9 @@ FAULTS = {  # layout, owner, function, text, replacement
     ),
     "gradients are read before their reduce-scatter has ended": (
         *("dp2 zero1", zero.GradientReducer, "_wait_for_oldest", "handle.wait()", "pass"),
+    ),
+    "ZeRO-3 reads gradients before their reduce-scatter has ended, although later all-gathers have": (
+        *("dp2 zero3 mb2", zero.GradientReducer, "_wait_for_oldest", "handle.wait()", "pass"),
     ),
     "replicas' sums are not waited for": (
         *("dp4 zero2 hs2", zero.GradientReducer, "finish"),
@@ -831,6 +834,104 @@ def test_zero_3_gathers_the_layers_of_a_pass_into_two_buffers(text: str):
 def test_layer_that_stays_gathered_is_counted(owner: Any, name: str, old: str):
     with edited(owner, name, old, "pass"):
         assert max(each.at_once for each in find_gathered("dp2 zero3")["layers"]) > 2
+
+
+# --- reductions of gradients beside all-gathers of parameters
+
+
+def list_in_flight(ranks: StreamRanks, operation: str, axis: Any = None) -> list[Any]:
+    """Return the running rank's kernels of an operation, such as "all_gather", that have been posted and not ended.
+    axis: only those on the communicator of this mesh axis; None: all."""
+    rank = ranks.scheduler.current().index
+    found = list[Any]()
+    for (owner, group), queue in ranks.matcher._queues.items():
+        if owner == rank and (axis is None or group == axis.group.key):
+            found += [kernel for kernel in queue if kernel.name.startswith(operation)]
+    return found
+
+
+def watch_all_gathers(text: str, purposes: Any = mesh.list_purposes) -> Counter[str]:
+    """Train on a layout on which kernels end when they are waited for. Return how many all-gathers of parameters are
+    posted "beside" reductions of gradients in flight, and how many "behind" one on their communicator; how many have
+    ended "before" one that was posted earlier. purposes: function that chooses the axes with communicators apart."""
+    layout, plain, found = Layout.parse(text), train_plain(text), Counter[str]()
+    start, unshard = zero.FsdpUnit.start_all_gather, zero.FsdpUnit.unshard
+    earlier: dict[zero.FsdpUnit, list[Any]] = {}
+
+    def watch_start(unit: zero.FsdpUnit) -> None:
+        if not unit.is_unsharded and unit.pending_all_gather is None:
+            earlier[unit] = list_in_flight(ranks, "reduce_scatter")
+            found["beside"] += bool(earlier[unit])
+            found["behind"] += bool(list_in_flight(ranks, "reduce_scatter", unit.axes.shard))
+        start(unit)
+
+    def watch_end(unit: zero.FsdpUnit) -> None:
+        unshard(unit)
+        found["before"] += any(not kernel.done for kernel in earlier.pop(unit, ()))
+
+    with (
+        StreamRanks(layout.world_size, early=0.0) as ranks,
+        mock.patch.object(mesh, "list_purposes", purposes),
+        mock.patch.object(zero.FsdpUnit, "start_all_gather", watch_start),
+        mock.patch.object(zero.FsdpUnit, "unshard", watch_end),
+    ):
+        assert find_difference(plain, train(ranks, layout)) is None
+        assert find_circular_wait(read_calls(ranks)) is None
+    return found
+
+
+@pytest.mark.parametrize("text", ["dp2 zero3", *exhaustive("dp4 zero3 hs2", "dp2 zero3 pp2:zb-v mb4", "dp4 zero3 ep2")])
+def test_all_gather_ends_while_an_earlier_reduction_is_late(text: str):
+    found = watch_all_gathers(text)
+    assert found["beside"] and not found["behind"]
+    # A layer with experts has two reductions, for which the stream waits before the next two begin.
+    assert found["before"] or "ep" in text
+
+
+def test_reductions_on_the_communicator_of_all_gathers_hold_these_up():
+    found = watch_all_gathers("dp2 zero3", lambda layout: {})
+    assert found["behind"] == found["beside"] > 0 and not found["before"]
+
+
+@pytest.mark.parametrize(
+    "text", ["dp2 zero1", *exhaustive("dp2 zero2 mb2", "dp2 zero1 pp2:dualpipe mb4", "dp2 zero2 pp2:zb-v mb4")]
+)
+def test_all_gathers_and_reductions_below_zero_3_are_never_in_flight_together(text: str):
+    """So that they lose nothing by one communicator."""
+    start, start_all_gather, together = zero.GradientReducer._start, zero.FsdpUnit.start_all_gather, list[bool]()
+
+    def start_watched(*arguments: Any) -> None:
+        together.append(bool(list_in_flight(ranks, "all_gather")))
+        start(*arguments)
+
+    def gather_watched(unit: zero.FsdpUnit) -> None:
+        together.append(bool(list_in_flight(ranks, "reduce_scatter")))
+        start_all_gather(unit)
+
+    layout = Layout.parse(text)
+    with (
+        StreamRanks(layout.world_size, early=0.0) as ranks,
+        mock.patch.object(zero.GradientReducer, "_start", start_watched),
+        mock.patch.object(zero.FsdpUnit, "start_all_gather", gather_watched),
+    ):
+        train(ranks, layout)
+    assert len(together) > 10 and not any(together)
+
+
+def test_reduction_that_one_rank_posts_after_the_next_all_gather_is_a_circular_wait():
+    """Although results are right: over two communicators, devices may wait for each other."""
+    text, reducer, late = "dp2 zero3", zero.GradientReducer, "self.__dict__.setdefault('late', [])"
+    post = f"while {late}: {late}.pop()()\n    "
+    keep = f"(self.launch if unit.axes.data.rank else {late}.append)(partial("
+    with (
+        StreamRanks(2) as ranks,
+        edited(reducer, "reduce", "self.launch(partial(", post + keep),
+        edited(reducer, "finish", "while self._in_flight:", f"{post}while self._in_flight:"),
+    ):
+        assert find_difference(train_plain(text), train(ranks, Layout.parse(text))) is None
+        found = find_circular_wait(read_calls(ranks))
+    assert found is not None and found.startswith("circular wait: rank 0 in call")
+    assert "data.gradients over shard) of ranks 0,1:reductions" in found and "data.parameters over shard" in found
 
 
 # --- dispatch of tokens and the shared expert

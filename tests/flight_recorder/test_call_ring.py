@@ -58,11 +58,13 @@ def test_calls_are_counted_by_group_of_equal_ranks(descriptor):
     data, tensor, same = writer.register_group((0, 2)), writer.register_group([2, 3]), writer.register_group([0, 2])
     assert data == same != tensor
     up, down = writer.register_group((0, 2), (0, 2)), writer.register_group((0, 2), (2, 0))
-    for group in (data, tensor, data, up, same, down, up):
+    reductions = writer.register_group((0, 2), purpose="reductions")
+    for group in (data, tensor, data, up, same, down, up, reductions):
         post(writer, group)
     seen = read_calls(descriptor)
-    assert seen.counts == {Group((0, 2)): 3, Group((2, 3)): 1, Group((0, 2), (0, 2)): 2, Group((0, 2), (2, 0)): 1}
-    assert [call.index for call in seen.calls] == [1, 1, 2, 1, 3, 1, 2]
+    collectives = {Group((0, 2)): 3, Group((2, 3)): 1, Group((0, 2), purpose="reductions"): 1}
+    assert seen.counts == collectives | {Group((0, 2), (0, 2)): 2, Group((0, 2), (2, 0)): 1}
+    assert [call.index for call in seen.calls] == [1, 1, 2, 1, 3, 1, 2, 1]
     assert seen.calls[3].group.members == (0, 2) and seen.calls[5].group.members == (2, 0)
 
 

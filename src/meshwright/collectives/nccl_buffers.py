@@ -11,8 +11,7 @@ H800, 2 to 4 without NVLink) take less. Not counted: NVLink SHARP, network plug-
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+from meshwright.collectives.communicators import list_communicators
 from meshwright.layout import Layout
 
 CONNECTION_BYTES = (10 + 2 + 2) << 20
@@ -24,30 +23,6 @@ NODE_PEER_CHANNELS, NETWORK_PEER_CHANNELS = 32, 2
 """
 NEIGHBOURS = 2
 """Connections of a channel for collectives: the ring's and the tree's."""
-
-LAYER_AXES = ("tp", "cp", "pp", "ep", "etp")
-STATE_AXES = ("data", "shard", "replica", "expert_data", "expert_shard", "expert_replica", "world")
-
-
-class Communicator(NamedTuple):
-    """Ranks of a communicator, numbered `stride` apart. separate: True for a layer's calls over the ranks of gradients
-    and parameters, which have their own communicator (`comm/mesh.py`)."""
-
-    size: int
-    stride: int
-    separate: bool
-
-
-def list_communicators(layout: Layout) -> dict[Communicator, list[str]]:
-    """Return the communicators of more than one rank that a rank of the engine uses, each with its mesh axes."""
-    of_states = {(layout.group_size(axis), _stride(layout, axis)) for axis in STATE_AXES[:3]}
-    found: dict[Communicator, list[str]] = {}
-    for axis in (*LAYER_AXES, *STATE_AXES):
-        size, stride = layout.group_size(axis), _stride(layout, axis)
-        if size > 1 and (layout.expert_parallel or not axis.startswith("e")):
-            separate = axis in LAYER_AXES and (size, stride) in of_states
-            found.setdefault(Communicator(size, stride, separate), []).append(axis)
-    return found
 
 
 def estimate_buffer_bytes(layout: Layout, devices_per_node: int) -> int:
@@ -67,19 +42,10 @@ def estimate_buffer_bytes(layout: Layout, devices_per_node: int) -> int:
     return total
 
 
-def _stride(layout: Layout, axis: str) -> int:
-    """Return the distance of two neighbouring ranks in a group of an axis: a group is an arithmetic progression."""
-    if axis.endswith("replica"):
-        shard = axis.replace("replica", "shard")
-        return _stride(layout, shard) * layout.group_size(shard)
-    strides = {"tp": 1, "etp": 1, "world": 1, "ep": layout.etp, "pp": layout.tp * layout.cp * layout.dp}
-    return strides.get(axis, layout.ep * layout.etp if axis.startswith("expert") else layout.tp)
-
-
 def _count_peers(layout: Layout, axis: str) -> int:
     """Return the number of ranks to which a rank sends point-to-point messages over an axis: neighbours in the pipeline
     and in ring attention, all others in an all-to-all."""
+    if axis not in ("cp", "ep", "pp"):
+        return 0
     others = layout.group_size(axis) - 1
-    if axis == "pp" or (axis == "cp" and layout.cp_method == "ring"):
-        return min(2, others)
-    return others if axis in ("cp", "ep") else 0
+    return min(2, others) if axis == "pp" or (axis == "cp" and layout.cp_method == "ring") else others

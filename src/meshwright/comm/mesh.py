@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.collectives.communicators import REDUCTION_AXES, list_purposes
 from meshwright.collectives.named import NamedProgram
 from meshwright.comm.backend import compute_backend_timeout, get_group_backends
 from meshwright.comm.faults import Fault, Faults
@@ -21,15 +22,11 @@ from meshwright.errors import RankLost, UserError
 from meshwright.flight_recorder.call_ring import get_process_writer
 from meshwright.layout import Layout
 
-AXIS_NAMES = ("tp", "cp", "dp", "pp", "ep", "etp", "data", "shard", "replica", "world")
-EXPERT_AXES = {"expert_data": "data", "expert_shard": "shard", "expert_replica": "replica"}
+AXIS_NAMES = ("tp", "cp", "dp", "pp", "ep", "etp", "data", "shard", "reduction", "replica", "world")
+EXPERT_AXES = {f"expert_{name}": name for name in ("data", "shard", "reduction", "replica")}
 """Axes of experts -> the axes that they equal without expert parallelism."""
-LAYER_AXES = ("tp", "cp", "pp", "ep", "etp")
-"""Axes over which layers communicate while they compute."""
-STATE_AXES = ("data", "shard", "replica")
-"""Axes over which parameters are gathered and gradients reduced, while layers compute."""
 
-MakeGroup = Callable[[Sequence[tuple[int, ...]], bool], dist.ProcessGroup | None]
+MakeGroup = Callable[[Sequence[tuple[int, ...]], str], dist.ProcessGroup | None]
 
 
 calls_in_flight: dict[Any, Communicator] = {}
@@ -98,6 +95,8 @@ class Axis:
 
     name: such as "dp". ranks: global ranks of this group, in order. rank: index of this rank in `ranks`. group: process
     group of these ranks (usually None if the axis has one rank). communicator: communication state of the process.
+    purpose: purpose for which the process group is apart from others of these ranks
+    (`collectives.communicators.list_purposes`); "" without one.
     """
 
     name: str
@@ -105,6 +104,7 @@ class Axis:
     rank: int
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
     communicator: Communicator = field(default_factory=Communicator, compare=False, repr=False)
+    purpose: str = ""
 
     @property
     def size(self) -> int:
@@ -134,15 +134,15 @@ class Axis:
     @cached_property
     def recorder_group(self) -> int:
         """Number that identifies the axis's process group in the flight recorder; axes over the same ranks have the
-        same number.
+        same number, unless their groups differ in purpose.
         """
-        return self.communicator.calls.register_group(self.ranks)
+        return self.communicator.calls.register_group(self.ranks, purpose=self.purpose)
 
     @property
     def key(self) -> str:
         """String that identifies this axis within the process. Custom operators, which accept no Python objects, get
         the key as an argument and call `find_axis` with it."""
-        return f"{self.name}{self.ranks}"
+        return f"{self.name}{self.ranks}{self.purpose}"
 
 
 _axes: dict[str, list[Axis]] = {}
@@ -161,14 +161,16 @@ class Mesh:
 
     `tp cp dp pp ep etp`: tensor, context, data, pipeline, expert and expert-tensor parallelism. `data`: dp x cp, over
     which gradients are summed. `shard`: ranks over which ZeRO shards model states (`data`, or with `hsN` groups of N
-    ranks inside it). `replica`: ranks with equal shards, one in each sharding group. `expert_data expert_shard
-    expert_replica`: the counterparts for expert parameters under ep x etp, otherwise equal to data, shard and replica.
-    `world`: all ranks.
+    ranks inside it). `reduction`: the axis `shard` with the process group of its reductions of gradients. `replica`:
+    ranks with equal shards, one in each sharding group. `expert_data expert_shard expert_reduction expert_replica`: the
+    counterparts for expert parameters under ep x etp, otherwise equal to data, shard, reduction and replica. `world`:
+    all ranks.
 
     Built by `Mesh.create` or `Mesh.single`. rank: global rank. device: device of the rank's tensors. communicator:
-    communication state of the process. make_group: function (groups, in_layers) that returns this rank's process group
-    among `groups`, disjoint tuples of global ranks (None if it is in none, or alone in its own). in_layers: True for an
-    axis of `LAYER_AXES`. Every rank calls it for the same axes, in the same order."""
+    communication state of the process. make_group: function (groups, purpose) that returns this rank's process group
+    among `groups`, disjoint tuples of global ranks (None if it is in none, or alone in its own). purpose: see `Axis`.
+    Every rank calls it for the same axes, in the same order. purposes: purposes of axes, by name (None: no axis has
+    one)."""
 
     tp: Axis
     cp: Axis
@@ -178,24 +180,28 @@ class Mesh:
     etp: Axis
     data: Axis
     shard: Axis
+    reduction: Axis
     replica: Axis
     expert_data: Axis
     expert_shard: Axis
+    expert_reduction: Axis
     expert_replica: Axis
     world: Axis
 
     def __init__(
-        self, layout: Layout, rank: int, device: torch.device, communicator: Communicator, make_group: MakeGroup
-    ) -> None:
+        self, layout: Layout, rank: int, device: torch.device, communicator: Communicator, make_group: MakeGroup,
+        purposes: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         self.layout = layout
         self.rank = rank
         self.world_size = layout.world_size
         self.device = device
         self.communicator = communicator
-        self._groups: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup | None] = {}
+        self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup | None] = {}
         self._make_group = make_group
         for name in (*AXIS_NAMES, *(EXPERT_AXES if layout.expert_parallel else ())):
-            axis = self._make_axis(name, layout.groups(name))
+            over = REDUCTION_AXES.get(name, name)
+            axis = self._make_axis(over, layout.groups(over), (purposes or {}).get(name, ""))
             assert axis is not None, f"axis {name} without rank {rank}"
             setattr(self, name, axis)
             _axes.setdefault(axis.key, []).append(axis)
@@ -244,15 +250,14 @@ class Mesh:
         nccl = "nccl" if get_group_backends(None).get(torch.device(device).type) == "nccl" else None
         splits = nccl is not None and getattr(dist.group.WORLD, "bound_device_id", None) is not None
         split = partial(dist.split_group, None, timeout=timeout, backend=nccl)
-        # Axes over the same ranks share one group. A communicator of NCCL runs its calls one after the other: a layer's
-        # own calls do not share the group of gradients and parameters, for which they would otherwise wait.
-        groups: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup | None] = {(everybody, False): dist.group.WORLD}
-        of_states = {ranks for name in STATE_AXES for ranks in layout.groups(name) if nccl and len(ranks) > 1}
+        communicator = Communicator(device, timeout_seconds, programs)
+        # Axes over the same ranks share one group, unless they differ in purpose.
+        groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup | None] = {(everybody, ""): dist.group.WORLD}
 
-        def make_group(partition: Sequence[tuple[int, ...]], in_layers: bool) -> dist.ProcessGroup | None:
+        def make_group(partition: Sequence[tuple[int, ...]], purpose: str) -> dist.ProcessGroup | None:
             """Return this rank's process group among those of `partition`; groups that exist already are reused. See
             `Mesh` for arguments and result."""
-            keys = [(ranks, in_layers and ranks in of_states) for ranks in partition]
+            keys = [(ranks, purpose) for ranks in partition]
             missing = [key for key in keys if len(key[0]) > 1 and key not in groups]
             # If the world is bound to GPUs, all groups of an axis are made in one call, which splits its communicator.
             # With NCCL only the world has gloo too, for host tensors: a gloo group connects all pairs of its ranks.
@@ -266,8 +271,7 @@ class Mesh:
                     groups[key] = new if rank in key[0] else None
             return next((groups.get(key) for key in keys if rank in key[0]), None)
 
-        communicator = Communicator(device, timeout_seconds, programs)
-        mesh = cls(layout, rank, torch.device(device), communicator, make_group)
+        mesh = cls(layout, rank, torch.device(device), communicator, make_group, list_purposes(layout) if nccl else {})
         mesh._groups = groups
         return mesh
 
@@ -288,21 +292,19 @@ class Mesh:
         title = name if everywhere else f"{name}[{','.join(map(str, indices))}]"
         return self._make_axis(title, [tuple(ranks[at] for at in indices) for ranks in self.layout.groups(name)])
 
-    def _make_axis(self, name: str, groups: Iterable[tuple[int, ...]]) -> Axis | None:
+    def _make_axis(self, name: str, groups: Sequence[tuple[int, ...]], purpose: str = "") -> Axis | None:
         """Create a process group for each of `groups` (tuples of global ranks). Return an axis called `name` over the
-        group that contains this rank; None if no group does. Collective over all ranks, with the same arguments."""
-        groups = list(groups)
-        group, ranks = self._make_group(groups, name in LAYER_AXES), next((g for g in groups if self.rank in g), None)
-        return None if ranks is None else Axis(name, ranks, ranks.index(self.rank), group, self.communicator)
+        group that contains this rank; None if no group does. Collective over all ranks, with the same arguments.
+        purpose: see `Axis`."""
+        group, ranks = self._make_group(groups, purpose), next((g for g in groups if self.rank in g), None)
+        return None if ranks is None else Axis(name, ranks, ranks.index(self.rank), group, self.communicator, purpose)
 
     def inject(self, fault: Fault | None) -> None:
         """Inject `fault` into the collective calls of this process in place of the previous fault (None: remove the
         previous fault).
 
         Every rank must call this with the same fault, because a fault "wrong group" creates process groups."""
-        other = None
-        if fault is not None and fault.kind == "wrong group":
-            other = self._make_axis(f"not {fault.axis}", fault.groups)
+        other = self._make_axis(f"not {fault.axis}", fault.groups) if fault and fault.kind == "wrong group" else None
         self.faults.inject(fault, other)
 
     def close(self) -> None:

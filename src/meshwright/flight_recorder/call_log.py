@@ -13,11 +13,12 @@ class Group:
     of point-to-point messages.
 
     ranks: global ranks of the process group. pair: (sender, receiver) of point-to-point messages, as global ranks; None
-    for collectives.
+    for collectives. purpose: distinguishes process groups of the same ranks, such as "reductions" (under NCCL).
     """
 
     ranks: tuple[int, ...]
     pair: tuple[int, int] | None = None
+    purpose: str = ""
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -26,19 +27,20 @@ class Group:
         return self.ranks if self.pair is None else self.pair
 
     def to_text(self) -> str:
-        """Format the group as `0-3`, `0-6/2` (every second rank from 0 to 6), `1,5,6` or, for messages from rank 2 to
-        rank 3, `0-3:2>3`. The inverse is `from_text`."""
-        pair = "" if self.pair is None else f":{self.pair[0]}>{self.pair[1]}"
-        return f"{format_ranks(self.ranks)}{pair}"
+        """Format the group as `0-3`, `0-6/2` (every second rank from 0 to 6), `1,5,6`, with a purpose `0-3:reductions`
+        or, for messages from rank 2 to rank 3, `0-3:2>3`. The inverse is `from_text`."""
+        rest = self.purpose if self.pair is None else f"{self.pair[0]}>{self.pair[1]}"
+        return f"{format_ranks(self.ranks)}{rest and ':'}{rest}"
 
     @classmethod
     def from_text(cls, text: str) -> Group:
-        """Parse the text of a group, such as `0-3` or, for messages from rank 2 to rank 3, `0-3:2>3`. For invalid text,
-        return a group without ranks."""
-        ranks, _, pair = text.partition(":")
+        """Parse the text of a group, such as `0-3`, `0-3:reductions` or, for messages from rank 2 to rank 3, `0-3:2>3`.
+        For invalid text, return a group without ranks."""
+        ranks, _, rest = text.partition(":")
         try:
-            first, _, second = pair.partition(">")
-            return cls(_parse_ranks(ranks), (int(first), int(second)) if pair else None)
+            first, is_pair, second = rest.partition(">")
+            pair = (int(first), int(second)) if is_pair else None
+            return cls(_parse_ranks(ranks), pair, "" if is_pair else rest)
         except ValueError:
             return cls(())
 

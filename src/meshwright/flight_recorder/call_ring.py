@@ -158,14 +158,10 @@ class CallWriter:
         number = self._forms[dtype, shape] = self._add_name(text)
         return number
 
-    def register_group(self, ranks: Sequence[int], pair: tuple[int, int] | None = None) -> int:
+    def register_group(self, ranks: Sequence[int], pair: tuple[int, int] | None = None, purpose: str = "") -> int:
         """Register a group (ranks that make the same calls in the same order) at its first use; return the number of
-        the group, an argument of `post`.
-
-        ranks: global ranks of the process group. pair: for point-to-point messages, (sender, receiver) as global ranks;
-        None for collectives.
-        """
-        key = (tuple(ranks), pair)
+        the group, an argument of `post`. Arguments: fields of `Group`."""
+        key = (tuple(ranks), pair, purpose)
         if key not in self._groups:
             self._groups[key] = len(self._counts)
             self._add_name(f"group\t{len(self._counts)}\t{Group(*key).to_text()}")

@@ -65,13 +65,14 @@ REUSES_MEMORY = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # private to t
 class ShardingAxes:
     """Mesh axes over which an FSDP unit is sharded and its gradient summed.
 
-    `data`: ranks over which the gradient is summed; `shard`: ranks over which ZeRO shards the unit; `replica`: ranks
-    that hold the same shard (hybrid sharding). `tied`: pipeline ranks that all hold the unit, because its embedding is
-    tied to the output head or a bidirectional schedule has two copies of the model; None if a single pipeline rank
-    holds the unit."""
+    `data`: ranks over which the gradient is summed; `shard`: ranks over which ZeRO shards the unit; `reduction`: the
+    same, for reductions of gradients; `replica`: ranks that hold the same shard (hybrid sharding). `tied`: pipeline
+    ranks that all hold the unit, because its embedding is tied to the output head or a bidirectional schedule has two
+    copies of the model; None if a single pipeline rank holds the unit."""
 
     data: Axis
     shard: Axis
+    reduction: Axis
     replica: Axis
     tied: Axis | None = None
 
@@ -273,7 +274,7 @@ class GradientReducer:
         while len(self._in_flight) >= REDUCTIONS_IN_FLIGHT:
             self._wait_for_oldest()
         output = unit.gradient if first else torch.empty_like(unit.gradient)
-        handle = reduce_scatter(output, buffer, unit.axes.shard, GRADIENT_SITE, async_op=True)
+        handle = reduce_scatter(output, buffer, unit.axes.reduction, GRADIENT_SITE, async_op=True)
         self._in_flight.append((handle, partial(self._add_to_shard, unit, output, buffer, last)))
 
     def _wait_for_oldest(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.comm.mesh import Axis, Mesh
+from meshwright.comm.mesh import EXPERT_AXES, Axis, Mesh
 from meshwright.model.initialise import ReadSlice, make_initial_slice
 from meshwright.parallel.flat_buffers import GradientBufferPool, TensorSlice, cut_slices, make_flat_layout, split_evenly
 from meshwright.parallel.gradient_accumulation import BackwardPass, GradientAccumulator
@@ -120,9 +120,9 @@ class ZeroEngine:
         "frozen", "frozen_experts" or "packed" (quantized). `tied`: mesh axis over all pipeline ranks that hold a copy
         of the unit, such as a tied embedding; None if this pipeline rank alone holds the unit."""
         mesh = self.mesh
-        of_experts = mesh.expert_data, mesh.expert_shard, mesh.expert_replica
-        sharding = of_experts if buffer in EXPERT_BUFFERS else (mesh.data, mesh.shard, mesh.replica)
-        axes = ShardingAxes(*sharding, tied)
+        experts = buffer in EXPERT_BUFFERS
+        sharding = {same: getattr(mesh, name if experts else same) for name, same in EXPERT_AXES.items()}
+        axes = ShardingAxes(**sharding, tied=tied)
         zero = mesh.layout.zero if not axes.shard.trivial else 0
         shards = axes.shard.size if zero else 1
         flat = make_flat_layout(self.table, name, shards, mesh.layout, mesh.layout.coordinates(mesh.rank), buffer)

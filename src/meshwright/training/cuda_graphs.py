@@ -66,9 +66,9 @@ class _CapturedCallWriter(CallWriter):
         self._calls = calls
         self.payloads: Counter[tuple[int, str]] = Counter()
 
-    def register_group(self, ranks: Sequence[int], pair: tuple[int, int] | None = None) -> int:
+    def register_group(self, ranks: Sequence[int], pair: tuple[int, int] | None = None, purpose: str = "") -> int:
         """Register a group with the writer of this process; see `CallWriter.register_group`."""
-        return self._calls.register_group(ranks, pair)
+        return self._calls.register_group(ranks, pair, purpose)
 
     def count_calls(self, group: int) -> int:
         """Return the number of calls in a group that have been made; those captured are not among them."""

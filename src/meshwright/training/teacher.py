@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from meshwright.comm.mesh import Axis, Mesh
+from meshwright.comm.mesh import EXPERT_AXES, Axis, Mesh
 from meshwright.layout import Layout
 from meshwright.model.checkpoint_files import CheckpointFiles
 from meshwright.model.documents import MicroBatch
@@ -161,6 +161,6 @@ def _make_teacher_mesh(mesh: Mesh, layout: Layout) -> Mesh:
         changed.tp = Axis("tp", (mesh.rank,), 0, None, mesh.communicator)
         changed.rank = mesh.rank // mesh.tp.size
     if not layout.expert_parallel:
-        changed.expert_data, changed.expert_shard = mesh.data, mesh.shard
-        changed.expert_replica = mesh.replica
+        for name, same in EXPERT_AXES.items():
+            setattr(changed, name, getattr(mesh, same))
     return changed

@@ -43,7 +43,8 @@ def exposed_zero_seconds(
 ) -> tuple[Floats, Floats]:  # fmt: skip
     """Return (forward, backward): exposed seconds of ZeRO-2 and ZeRO-3 communication in one micro-batch of a stage, if
     the next layer is prefetched. Exposed are the first all-gather and, for every other layer, the excess of its
-    communication over its computation.
+    communication over its computation. All-gather and reduce-scatter share the links, so that they take the sum of
+    their seconds on separate communicators too (`collectives.communicators`).
 
     gather, scatter: seconds of a layer's all-gather and reduce-scatter; layers: number of layers in the stage; forward,
     back: seconds of computation in the stage; slowdown: seconds that computation loses for each overlapped second of
