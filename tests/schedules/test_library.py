@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from meshwright.names import SCHEDULES as KNOWN
 from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.durations import Durations
 from meshwright.program.pipeline_text import format_pipeline
-from meshwright.schedules.library import generate, generate_for_layout
+from meshwright.schedules.library import SYNCHRONOUS, count_stages, generate, generate_for_layout
 from meshwright.schedules.named import SCHEDULES
 from meshwright.schedules.pytorch_csv import to_csv
 from meshwright.schedules.synchronous import one_f_one_b
@@ -111,3 +112,19 @@ def test_a_file_that_was_edited_is_read_again(tmp_path: Path):
     file.unlink()
     with pytest.raises(UserError, match=r"mine\.txt"):
         generate_for_layout(layout)
+
+
+@pytest.mark.parametrize("name", sorted(SYNCHRONOUS))
+def test_stages_and_refusals_are_those_of_the_program(name: str):
+    """Generators check their numbers themselves; the rule relies on the checks of `Layout`."""
+    for ranks, micro_batches, chunks in product((2, 3, 4), (1, 2, 5, 8), (1, 2, 3)):
+        try:
+            layout = Layout(pp=ranks, schedule=name, chunks=chunks, micro_batches=micro_batches)
+        except UserError:
+            continue
+        assert count_stages(layout) == generate_for_layout(layout).stages
+    with pytest.raises(UserError) as program:
+        generate_for_layout(long := Layout(pp=1000, schedule=name, micro_batches=100_000))
+    with pytest.raises(UserError) as rule:
+        count_stages(long)
+    assert str(rule.value) == str(program.value)

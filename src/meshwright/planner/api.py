@@ -177,12 +177,13 @@ def plan(
     parsed = Layout.parse(layout) if isinstance(layout, str) else layout
     top, adapter = options.get("top", 5), options.get("adapter")
     texts = {name: options.get(name) for name in ("precision", "optimizer")}
+    overrides = isinstance(adapter, list | tuple) and all(isinstance(each, str) for each in adapter)
     for name, value, fits, expected in (
         *((name, value, isinstance(value, str | None), "text") for name, value in texts.items()),
         ("layout", parsed, isinstance(parsed, Layout | None), "a layout or its notation"),
         ("compile", flag := options.get("compile"), isinstance(flag, bool | None), "true or false"),
         ("top", top, type(top) is int and 1 <= top <= MOST_TOP, f"a whole number from 1 to {MOST_TOP}"),
-        ("adapter", adapter, _is_adapter(adapter), "an object or a list of overrides"),
+        ("adapter", adapter, overrides or isinstance(adapter, Mapping | None), "an object or a list of overrides"),
     ):
         if not fits:
             raise UserError(f"{name}: takes {expected}, not {shorten_repr(value)}")
@@ -199,10 +200,3 @@ def plan(
         return Plan(problem, (estimate_layout(problem, parsed),))
     found = search(problem, top)
     return Plan(problem, found.best, found, None if own is None else recipe_layout(problem, own))
-
-
-def _is_adapter(value: object) -> bool:
-    """Return True for None, an object with settings of adapters, or a list of overrides "key=value"."""
-    if isinstance(value, list | tuple):
-        return all(isinstance(each, str) for each in value)
-    return value is None or isinstance(value, Mapping)

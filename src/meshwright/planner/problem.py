@@ -91,9 +91,8 @@ def parse_reserve(value: str | float, device_bytes: float) -> float:
     size = float(match[1]) * {"GiB": 2.0**30, "MiB": 2.0**20, None: device_bytes}[match[2]] if match else device_bytes
     if not size < device_bytes:
         raise UserError(
-            f"reserve: takes a fraction below 1, such as 0.1, or a size below the device's "
-            f'{device_bytes / 2**30:.1f} GiB in GiB or MiB, such as "8GiB", not '
-            f"{shorten_repr(value)}"
+            "reserve: takes a fraction below 1, such as 0.1, or a size below the device's "
+            f'{device_bytes / 2**30:.1f} GiB in GiB or MiB, such as "8GiB", not {shorten_repr(value)}'
         )
     return size
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.schedules.library import count_stages
 from meshwright.spec.adapter_config import BLOCK
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.disk_names import DISK_NAMES
 from meshwright.spec.parameters import parameter_table
-from meshwright.spec.stage_times import program_for
+from meshwright.spec.stage_times import StageTimes
 
 
 def refuse(
@@ -181,14 +182,13 @@ def _find_context_problem(layout: Layout, config: ModelConfig) -> str | None:
 def _find_pipeline_problem(layout: Layout, config: ModelConfig, sequence: int | None, planning: bool) -> str | None:
     """Return an error message if the pipeline of `layout` has more stages than the model has layers, else None.
 
-    config: configuration of the model. planning: True to compute the number of stages from `layout`; False to generate
-    the layout's pipeline schedule and count its stages. sequence: tokens of a sequence, used to generate the schedule;
-    None: the model's maximum."""
+    config: configuration of the model. planning: True to compute the number of stages from `layout` alone; False to
+    check that its pipeline schedule exists. sequence: tokens of a sequence, used to generate the schedule `auto`; None:
+    the model's maximum."""
     stages = layout.pp * layout.chunks
-    if (
-        stages <= config.layers and not planning
-    ):  # in planning the model may be large, and the schedule file on another machine
-        stages = program_for(layout, config, sequence or config.max_positions).stages
+    if stages <= config.layers and not planning:  # in planning the schedule file may be on another machine
+        times = StageTimes(config, layout.pp, sequence or config.max_positions, layout.recompute)
+        stages = count_stages(layout, times)
     if stages <= config.layers:
         return None
     chunks = f" x {stages // layout.pp} chunks" if stages > layout.pp else ""

@@ -14,9 +14,9 @@ from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.memory import states
-from meshwright.planner.memory.ledger import CATEGORIES, Ledger, _StepReplay, ledger
+from meshwright.planner.memory.ledger import CATEGORIES, Ledger, StepReplay, ledger
 from meshwright.planner.memory.passes import SAVED, list_passes
-from meshwright.planner.memory.rank_memory import fullest_rank, memory_of
+from meshwright.planner.memory.rank_memory import fullest_rank, memory_of, peak_device_bytes
 from meshwright.planner.memory.stage_snapshots import StageSnapshots
 from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import estimate_layout
@@ -293,7 +293,7 @@ def test_skipping_alike_units_and_stages_changes_no_ledger(
         one = ledger(config, parsed, batch=16, sequence=128, rank=rank)
         with monkeypatch.context() as patch:
             patch.setattr(StageSnapshots, "_peak_places", property(lambda self: range(len(self.units))))
-            patch.setattr(_StepReplay, "_example", lambda self, index: index)
+            patch.setattr(StepReplay, "_example", lambda self, index: index)
             every = ledger(config, parsed, batch=16, sequence=128, rank=rank)
         assert (one, one.items) == (every, every.items)
 
@@ -314,7 +314,7 @@ def test_fullest_rank_is_that_of_all_ranks(config: ModelConfig, layout: str) -> 
     problem = Problem(config, cluster(f"{chosen.world_size}xh100-sxm"), 256, chosen.dp * chosen.micro_batches)
     every = [memory_of(problem, chosen, rank) for rank in range(chosen.pp)]
     fullest = fullest_rank(problem, chosen)
-    assert fullest.device_bytes == max(each.device_bytes for each in every)
+    assert fullest.device_bytes == max(each.device_bytes for each in every) == peak_device_bytes(problem, chosen)
     assert fullest.pp_rank not in (0, 1, chosen.pp - 2, chosen.pp - 1)
 
 

@@ -124,12 +124,6 @@ class Engine:
             return cut_into_stages(config, count, sequence)
         return cut_into_even_stages(config, count) if self.cuts == "even" else cut_past_shares(config, count)
 
-    @property
-    def activation_fusion(self) -> Fusion:
-        """How the kernels of an MLP's activation are fused: the value of `fusion`, or "eager" if the engine does not
-        fuse gates."""
-        return "eager" if self.fusion == "kernels" and not self.fuses_gates else self.fusion
-
     def compiled(self) -> Engine:
         """Return a copy of this engine for blocks compiled by torch.compile."""
         # bf16 logits are read for the maxima, for the sums, and read and written for the gradient; a copy.

@@ -138,7 +138,8 @@ def elementwise_traffic(operation: str, fusion: Fusion = "eager") -> tuple[Memor
 def elementwise_kernels(batch: MicroBatch, row: Row, dimensions: Mapping[str, Number]) -> Iterator[Operation]:
     """Yield the kernels of an elementwise operation, forward and backward, or in the row's phase alone. row: its row of
     [kernels] in `operators.toml`; dimensions: {name or formula of a size: value}."""
-    fusion = {"activation": batch.engine.activation_fusion, None: batch.engine.fusion}
+    engine, fused = batch.engine, batch.engine.fuses_gates or batch.engine.fusion != "kernels"
+    fusion = {"activation": engine.fusion if fused else "eager", None: engine.fusion}
     named = row.get("fusion")
     elements, count = dimensions[row["elements"]], dimensions[row["count"]]
     phases: tuple[Phase, ...] = ("forward", "input")

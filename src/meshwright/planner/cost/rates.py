@@ -263,21 +263,14 @@ def _ramped_cost(start: float, share: float, bandwidth: float, where: str) -> Co
 def _inside_bandwidth(cluster: Cluster, operation: Collective, ranks: int) -> float:
     """Return the bandwidth in bytes a second that large messages of a collective reach among `ranks` ranks of one node.
     operation: such as "all-reduce"."""
-    found, device = constants()["collectives"], cluster.device
-    known = _measured_share(cluster)
+    found, device, links = constants()["collectives"], cluster.device, cluster.device.links
+    # Bandwidths measured on the catalogue's device are scaled by this cluster's, relative to the catalogue's.
+    known = cluster.inside.bandwidth / links.scaleup.bandwidth if links and links.scaleup.bandwidth else 0.0
     if operation == "all-reduce" and device.all_reduce_switch and ranks >= found["switch_ranks"]:
         return device.all_reduce_switch * known
     if device.all_reduce_ring and known:
         return device.all_reduce_ring * known
     return float(cluster.inside.bandwidth * found["efficiency"]["inside"])
-
-
-def _measured_share(cluster: Cluster) -> float:
-    """Return (bandwidth inside a node of this cluster) / (the device catalogue's value), or 0 if unknown. Bandwidths
-    measured on the catalogue's device are multiplied by this ratio."""
-    links = cluster.device.links
-    published = 0.0 if links is None else links.scaleup.bandwidth
-    return cluster.inside.bandwidth / published if published else 0.0
 
 
 def _across_bandwidth(link: Link, in_node: int) -> float:

@@ -69,10 +69,9 @@ def measured_step_factors(cluster: Cluster, precision: str, engine: Engine) -> F
     measured = cluster.measured
     if measured is None or not measured.steps or engine.name != "meshwright":
         return UNCORRECTED
-    steps = {
-        (_measured_part(Layout.parse(each.layout)), Layout.parse(each.layout).precision): each
-        for each in measured.steps
-    }
+    layouts = [Layout.parse(each.layout) for each in measured.steps]
+    timed = ("tensor" if each.tp > 1 else "context" if each.cp > 1 else "data" for each in layouts)
+    steps = {(part, each.precision): step for part, each, step in zip(timed, layouts, measured.steps, strict=True)}
     base = steps.get(("data", precision)) or next((each for (axis, _), each in steps.items() if axis == "data"), None)
     if base is None:
         return UNCORRECTED
@@ -90,12 +89,6 @@ def measured_step_factors(cluster: Cluster, precision: str, engine: Engine) -> F
         found["context"] = found["tensor"]
     found["expert"] = found["tensor"]
     return np.array([found[part] for part in MICRO_BATCH_PARTS])
-
-
-def _measured_part(layout: Layout) -> str:
-    """Return the part of the step time whose communication a reference layout measures: "tensor" (tp), "context" (cp)
-    or "data"."""
-    return "tensor" if layout.tp > 1 else "context" if layout.cp > 1 else "data"
 
 
 def _discard_noise(factor: float) -> float:

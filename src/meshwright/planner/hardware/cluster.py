@@ -208,7 +208,8 @@ def _from_mapping(table: Mapping[str, Any], where: str) -> Cluster:
         device = next((each for each in DEVICES if each.name == f"{device.name}-quad"), device)
     if devices % size:
         right = " or ".join(str(each) for each in (devices // size * size, -(-devices // size) * size) if each)
-        another = f", or nodes of another size ({other})" if (other := _factors(devices, size)) else ""
+        fits = next(each for each in range(size, 0, -1) if devices % each == 0)
+        another = f", or nodes of another size ({devices // fits}x{fits})" if fits > 1 else ""
         raise UserError(f"{where}: {devices} devices do not fill nodes of {size}; choose {right}{another}")
     published = _published_links(device, size)
     inside = _link(published["inside"], "inside", table, where, needed=size > 1)
@@ -218,13 +219,6 @@ def _from_mapping(table: Mapping[str, Any], where: str) -> Cluster:
     calibration = read_calibration(table["calibration"], where) if "calibration" in table else None
     name = read_text(table.get("name", f"{devices}x{device.name}"), f"{where}: name")
     return Cluster(name, device, devices, size, inside, across or inside, measured, calibration)
-
-
-def _factors(devices: int, size: int) -> str:
-    """Return `devices` as the text "16x4" (nodes x devices per node). The devices per node are the largest divisor of
-    `devices` up to `size`; "" if this is 1."""
-    fits = next(each for each in range(size, 0, -1) if devices % each == 0)
-    return f"{devices // fits}x{fits}" if fits > 1 else ""
 
 
 def _node_size(device: Device, devices: int) -> int:

@@ -4,7 +4,6 @@ search. For layouts that are predicted exactly, the ledger lists them tensor by 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -143,5 +142,5 @@ def state_sizes(problem: Problem, zero: int, numel: Floats, shards: Floats | int
     """Return the bytes of parameters, gradients and optimizer state on a rank, summed. zero: ZeRO stage; numel: number
     of the rank's parameters before sharding; shards: number of ranks over which ZeRO shards them."""
     each = state_bytes_per_parameter(problem)
-    each = replace(each, weights=each.weights + frozen_bytes_per_trained(problem.config, DTYPES[problem.precision]))
+    each = each._replace(weights=each.weights + frozen_bytes_per_trained(problem.config, DTYPES[problem.precision]))
     return np.asarray(sum(numel * size for size in each.sharded(zero, shards)))

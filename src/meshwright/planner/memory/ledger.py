@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
@@ -28,7 +28,6 @@ from meshwright.planner.memory.snapshot import Allocation, Snapshot, count_bytes
 from meshwright.planner.memory.stage_snapshots import RankStep, StageSnapshots
 from meshwright.planner.memory.states import PassState, Reduction, flats_of, list_states
 from meshwright.planner.memory.teacher import TeacherMemory
-from meshwright.program.order import Integers
 from meshwright.schedules.transfers import with_transfers
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameter_entries import REDUCTIONS_IN_FLIGHT
@@ -167,8 +166,15 @@ class LedgerOptions(TypedDict, total=False):
 def ledger(
     config: ModelConfig, layout: Layout, *, batch: int, sequence: int, rank: int = 0, **options: Unpack[LedgerOptions]
 ) -> Ledger:
-    """Return the itemised memory of `rank` at the peak of a training step of `batch` sequences (over all ranks) of
-    `sequence` tokens.
+    """Return the itemised memory of a rank at the peak of a training step; arguments and errors: as of
+    `replay_step`."""
+    return replay_step(config, layout, batch=batch, sequence=sequence, rank=rank, **options).ledger()
+
+
+def replay_step(
+    config: ModelConfig, layout: Layout, *, batch: int, sequence: int, rank: int = 0, **options: Unpack[LedgerOptions]
+) -> StepReplay:
+    """Return the replay of the training step of `rank`, with `batch` sequences (over all ranks) of `sequence` tokens.
 
     options: fields of `LedgerOptions`. Raises `UserError` for an infeasible layout.
     """
@@ -186,7 +192,7 @@ def ledger(
         responses=int(options.get("pairs", False)), routed=options.get("routed") or {},
         engine=options.get("engine", ENGINES["meshwright"]),
     )  # fmt: skip
-    return _StepReplay(micro_batch, rank, options).ledger()
+    return StepReplay(micro_batch, rank, options)
 
 
 # Cached, as all ranks share them.
@@ -204,7 +210,7 @@ def shorten_repeating_schedule(layout: Layout) -> Layout:
     return layout.with_(micro_batches=enough)
 
 
-class _StepReplay:
+class StepReplay:
     """Replay of a rank's training step, in the order of its pipeline schedule, that finds the memory peak. batch:
     micro-batch; rank: global rank; options: options of the function `ledger`."""
 
@@ -232,20 +238,23 @@ class _StepReplay:
             batch, flats, self.table.tied, self.place["tp"], options.get("compile", False) and not pieces, split,
             None if teacher is None else TeacherMemory(teacher, batch),
         )  # fmt: skip
+        self._stay = list(self._whole_step_items())
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of all tensors at the step's memory peak."""
+        return self._peak[2]
 
     def ledger(self) -> Ledger:
         """Return the ledger of all tensors at the step's memory peak."""
-        stay = list(self._whole_step_items())
-        base = count_bytes(stay)
-        sizes = [count_bytes(self._list_held(what, self._example(stage))) for what, stage in self.held]
-        held = self.counts @ np.array(sizes, np.int64)
-        at, peak = self._find_peak(held)
+        at, state, total = self._peak
+        each = self.passes[at]
+        peak = self.stage(each.stage, each.at_once).find_peak(each.kind, state)
         framework = 0 if self.batch.device == "cpu" else CUDA_CONTEXT_BYTES
         compiled = self.step.compiled and can_predict_compiled(self.batch)
-        items = *stay, *self._held_items(self.counts[at].tolist()), *self._snapshot_items(peak)
-        total = base + int(held[at]) + peak.bytes
+        items = *self._stay, *self._held_items(self.counts[at].tolist()), *self._snapshot_items(peak)
         assert count_bytes(items) == total
-        return Ledger(items, total, peak.name, base, compiled, framework_bytes=framework)
+        return Ledger(items, total, peak.name, count_bytes(self._stay), compiled, framework_bytes=framework)
 
     def _whole_step_items(self) -> Iterator[Allocation]:
         """Yield the tensors allocated during the whole step: model states, position tables, batch, cuBLAS workspaces
@@ -262,24 +271,25 @@ class _StepReplay:
         for name, of in (("batch.tokens", shape), ("batch.targets", targets), *documents):
             yield Allocation("workspace", name, of, "int64", 8 * math.prod(of), None, "start of step", "end of step")
 
-    def _find_peak(self, held: Integers) -> tuple[int, Snapshot]:
-        """Return (index of the pass at the step's memory peak, memory snapshot at the peak of this pass). held: bytes
-        of the tensors that stay allocated while each pass runs [passes].
+    @cached_property
+    def _peak(self) -> tuple[int, PassState, int]:
+        """(index of the pass at the step's memory peak, state of its stage when it begins, bytes of all tensors).
 
         Of passes of one kind through alike stages, in alike states, only the one with the most bytes outside it is
         computed."""
+        sizes = [count_bytes(self._list_held(what, self._example(stage))) for what, stage in self.held]
+        held = self.counts @ np.array(sizes, np.int64)  # bytes that stay allocated while each pass runs
         sharded = any(flat.zero >= 2 for flat in self.step.flats)  # else all reductions are alike
         kinds: dict[object, int] = {}
         reductions: dict[tuple[Reduction, ...], int] = {(): 0}  # numbered: hashing them for each pass takes long
         known: dict[tuple[StagePass, int], tuple[int, PassState, tuple[Reduction, ...], int]] = {}
         most: dict[int, tuple[int, int, PassState]] = {}
-        in_flight: tuple[Reduction, ...] = ()
-        number = 0
+        in_flight, number = tuple[Reduction, ...](), 0
         for at, (each, size) in enumerate(zip(self.passes, held.tolist(), strict=True)):
             if (each, number) not in known:
                 state = PassState(each.later and sharded, each.last, in_flight)
-                sizes = state._replace(before=tuple(one._replace(flat=one.flat._replace(unit="")) for one in in_flight))
-                alike = self._example(each.stage), each.at_once, each.kind, sizes
+                alone = state._replace(before=tuple(one._replace(flat=one.flat._replace(unit="")) for one in in_flight))
+                alike = self._example(each.stage), each.at_once, each.kind, alone
                 after = self.step.start_reductions(each.kind, state, self._units[each.stage])[-REDUCTIONS_IN_FLIGHT:]
                 numbers = kinds.setdefault(alike, len(kinds)), reductions.setdefault(after, len(reductions))
                 known[each, number] = numbers[0], state, after, numbers[1]
@@ -291,9 +301,8 @@ class _StepReplay:
             each = self.passes[at]
             peak = self.stage(self._example(each.stage), each.at_once).find_peak(each.kind, state)
             found.append((-size - peak.bytes, at, state))
-        _, at, state = min(found, key=lambda one: one[:2])
-        each = self.passes[at]
-        return at, self.stage(each.stage, each.at_once).find_peak(each.kind, state)
+        size, at, state = min(found, key=lambda one: one[:2])
+        return at, state, count_bytes(self._stay) - size
 
     @cached_method
     def _list_held(self, what: int, stage: int) -> list[Allocation]:

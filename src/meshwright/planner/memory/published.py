@@ -16,7 +16,7 @@ bits, that of attention's output projection in 12 (section 3.3.3).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshwright.layout import Layout
 from meshwright.planner.cost.dimensions import Dimensions
@@ -62,8 +62,7 @@ def loss_bytes(batch: MicroBatch) -> Number:
     return rows * (columns * (batch.itemsize + engine.loss_holds) + input_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class StateBytes:
+class StateBytes(NamedTuple):
     """Bytes of model states per parameter. weights, gradients: bytes of weights and of gradients; optimizer: bytes of
     optimizer state, fp32 master weights included."""
 
@@ -74,7 +73,7 @@ class StateBytes:
     @property
     def total(self) -> float:
         """Sum of all bytes per parameter."""
-        return self.weights + self.gradients + self.optimizer
+        return sum(self)
 
     def sharded(self, zero: int, ranks: Number) -> tuple[Number, Number, Number]:
         """Return (weights, gradients, optimizer state) in bytes per parameter of the full model, on each of `ranks`

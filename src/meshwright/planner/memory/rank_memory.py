@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from meshwright.collectives.nccl_buffers import estimate_buffer_bytes
 from meshwright.layout import Layout
-from meshwright.names import BIDIRECTIONAL_SCHEDULES, SCHEDULE_CHUNKS
+from meshwright.names import BIDIRECTIONAL_SCHEDULES
 from meshwright.planner.cost.blocks import layer_operators
 from meshwright.planner.cost.bubbles import in_flight
 from meshwright.planner.cost.communication import count_parameters, group_of
@@ -25,10 +25,11 @@ from meshwright.planner.cost.operators import sum_parameters
 from meshwright.planner.cost.pipeline_times import communicated_zero_stage, place_stages
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.memory.activation_bytes import state_bytes_per_parameter
-from meshwright.planner.memory.ledger import CUDA_CONTEXT_BYTES, MEMORY_PARTS, Ledger, ledger
+from meshwright.planner.memory.ledger import CUDA_CONTEXT_BYTES, MEMORY_PARTS, Ledger, StepReplay, replay_step
 from meshwright.planner.memory.published import loss_bytes, published_layer
 from meshwright.planner.memory.snapshot import Allocation, count_bytes
 from meshwright.planner.problem import Problem
+from meshwright.schedules.library import SYNCHRONOUS
 from meshwright.spec.stage_times import program_for
 from meshwright.spec.stages import Stage
 
@@ -71,18 +72,32 @@ def merge_layers(items: Iterable[Allocation]) -> list[Allocation]:
 def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> Ledger:
     """Return the memory of the pipeline rank `pp_rank` at its peak. Raises `UserError` for an infeasible layout."""
     if problem.engine.name == "meshwright":
-        found = ledger(
-            problem.config, layout, batch=problem.batch, sequence=problem.sequence, optimizer=problem.optimizer,
-            precision=problem.precision, rank=pp_rank * layout.tp * layout.cp * layout.dp, graphs=problem.graphs,
-            documents=problem.documents > 1, device=problem.cluster.kind, compile=problem.compile, pairs=problem.pairs,
-            teacher=problem.teacher, architecture=problem.cluster.device.architecture, engine=problem.engine,
-        )  # fmt: skip
+        found = _replay(problem, layout, pp_rank).ledger()
     else:
         items = tuple(_published(problem, layout, pp_rank))
         found = Ledger(items, count_bytes(items), "most micro-batches in flight")
     slack = round(slack_fraction(problem.cluster) * found.peak_bytes)
     nccl = estimate_buffer_bytes(layout, problem.cluster.devices_per_node) if problem.cluster.kind == "cuda" else 0
     return replace(found, pp_rank=pp_rank, framework_bytes=context_bytes(problem), slack_bytes=slack, nccl_bytes=nccl)
+
+
+def _device_bytes(problem: Problem, layout: Layout, pp_rank: int) -> int:
+    """Return the bytes that the pipeline rank `pp_rank` needs on a device at its peak."""
+    if problem.engine.name != "meshwright":
+        return memory_of(problem, layout, pp_rank).device_bytes
+    peak = _replay(problem, layout, pp_rank).peak_bytes
+    return peak + context_bytes(problem) + round(slack_fraction(problem.cluster) * peak)
+
+
+@lru_cache(maxsize=16)
+def _replay(problem: Problem, layout: Layout, pp_rank: int) -> StepReplay:
+    """Return the replay of the training step of the pipeline rank `pp_rank` under the engine `meshwright`."""
+    return replay_step(
+        problem.config, layout, batch=problem.batch, sequence=problem.sequence, optimizer=problem.optimizer,
+        precision=problem.precision, rank=pp_rank * layout.tp * layout.cp * layout.dp, graphs=problem.graphs,
+        documents=problem.documents > 1, device=problem.cluster.kind, compile=problem.compile, pairs=problem.pairs,
+        teacher=problem.teacher, architecture=problem.cluster.device.architecture, engine=problem.engine,
+    )  # fmt: skip
 
 
 def distinct_ranks(problem: Problem, layout: Layout) -> list[int]:
@@ -110,8 +125,8 @@ def _find_kind(kinds: Sequence[LayerKind], stage: Stage) -> object:
 def stages_at(problem: Problem, layout: Layout) -> list[list[Stage]]:
     """Return the pipeline stages of each pipeline rank, one list per rank. Under a bidirectional schedule a list has
     the stages of both replicas."""
-    own = layout.schedule not in SCHEDULE_CHUNKS or layout.schedule == "auto"  # only its program says where stages are
-    program = program_for(layout, problem.config, problem.sequence) if own else None
+    known = layout.schedule in SYNCHRONOUS  # of others only the program says where stages are
+    program = None if known else program_for(layout, problem.config, problem.sequence)
     stages, places = place_stages(problem, layout, program)
     return [[stages[at] for at in place] for place in places]
 
@@ -139,9 +154,8 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Alloc
             title = f"{name} of {layers} layers x {flying:g}"
             yield Allocation("activations", title, bytes=round(size * x / 2 * layers * flying))
         again = max(again, sum(published_layer(batch.recomputed, mixture).values()) - sum(saved.values()))
-    logits = 0.0
-    if config.head in ("next", "masked") and any(stage.last for stage in place):
-        logits = loss_bytes(batch)
+    scores = config.head in ("next", "masked") and any(stage.last for stage in place)
+    logits = loss_bytes(batch) if scores else 0.0
     # The loss has ended when a layer is recomputed, so the larger of the two counts.
     if again * x / 2 > logits:
         yield Allocation("activations", "a recomputed layer", bytes=round(again * x / 2))
@@ -156,13 +170,19 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Alloc
         yield Allocation("communication", "gathered parameters", bytes=round(x * (whole if once else 2 * layer)))
 
 
-def fullest_rank(problem: Problem, layout: Layout, limit: float = math.inf, most: int | None = None) -> Ledger:
-    """Return the memory of the pipeline rank with the highest peak. limit: as soon as a rank needs more bytes than this
-    on a device, its memory is returned, and the ranks after it are not computed; most: number of ranks to compute,
-    those that are expected to need the most; None: all that differ."""
-    found = list[Ledger]()
+def fullest_rank(problem: Problem, layout: Layout) -> Ledger:
+    """Return the memory of the pipeline rank with the highest peak."""
+    ranks = distinct_ranks(problem, layout)
+    return memory_of(problem, layout, max(ranks, key=lambda rank: (_device_bytes(problem, layout, rank), -rank)))
+
+
+def peak_device_bytes(problem: Problem, layout: Layout, limit: float = math.inf, most: int | None = None) -> int:
+    """Return the bytes that the pipeline rank with the highest peak needs on a device, without a list of its tensors.
+    limit: as soon as a rank needs more bytes than this, they are returned, and the ranks after it are not computed;
+    most: number of ranks to compute, those that are expected to need the most; None: all that differ."""
+    largest = 0
     for rank in distinct_ranks(problem, layout)[:most]:
-        found.append(memory_of(problem, layout, rank))
-        if found[-1].device_bytes > limit:
+        largest = max(largest, _device_bytes(problem, layout, rank))
+        if largest > limit:
             break
-    return max(found, key=lambda each: (each.device_bytes, -each.pp_rank))
+    return largest

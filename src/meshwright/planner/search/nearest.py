@@ -13,7 +13,7 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.hardware.cluster import Cluster, cluster
 from meshwright.planner.hardware.devices import find_device
-from meshwright.planner.memory.rank_memory import fullest_rank
+from meshwright.planner.memory.rank_memory import peak_device_bytes
 from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate, estimate_layout
 from meshwright.planner.search.screen import ScreenedLayouts, screen
@@ -68,7 +68,7 @@ def _least(problem: Problem, screened: ScreenedLayouts) -> Estimate | None:
         layout = screened.layout(at)
         if problem.accepts(layout):
             with suppress(UserError):
-                size = fullest_rank(problem, layout).device_bytes
+                size = peak_device_bytes(problem, layout)
                 sized.append((max(float(size), problem.usable_bytes), float(screened.seconds[at]), layout))
         if len(sized) == MOST_ASKED:
             break

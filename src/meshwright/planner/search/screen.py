@@ -81,9 +81,8 @@ def _as_numbers(values: Iterable[Any]) -> Array:
     """Return values as an array. Values that are not numbers are replaced by integers; equal values have equal
     integers."""
     numbers: dict[object, int] = {}
-    return np.array(
-        [each if isinstance(each, int | float) else numbers.setdefault(each, len(numbers)) for each in values]
-    )
+    found = [each if isinstance(each, int | float) else numbers.setdefault(each, len(numbers)) for each in values]
+    return np.array(found)
 
 
 def screen(problem: Problem) -> ScreenedLayouts:

@@ -19,7 +19,7 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.cost.communication import Array
 from meshwright.planner.cost.step_time import PARTS
-from meshwright.planner.memory.rank_memory import fullest_rank
+from meshwright.planner.memory.rank_memory import peak_device_bytes
 from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate
 from meshwright.planner.search.screen import ScreenedLayouts, screen
@@ -154,7 +154,7 @@ def _advice(shortlist: Shortlist, first: float) -> Iterator[TooLargeLayout]:
             continue
         same = [columns[name,] == columns[name,][at] for name in ("tp", "cp", "ranks", "recompute")]
         remaining[np.logical_and.reduce(same)] = np.inf
-        if (size := fullest_rank(problem, layout).device_bytes) <= room:
+        if (size := peak_device_bytes(problem, layout)) <= room:
             continue
         found += 1
         chosen = _find_change(shortlist, columns, at, fit, expected)
@@ -181,7 +181,7 @@ def _find_change(
         near = np.flatnonzero(fit & (unlike == changes))
         for each in near[np.argsort(expected[near])][:MOST_ADVICE].tolist():
             layout = shortlist.every.layout(each)
-            if problem.accepts(layout) and fullest_rank(problem, layout, room).device_bytes <= room:
+            if problem.accepts(layout) and peak_device_bytes(problem, layout, room) <= room:
                 return int(each)
     return None
 

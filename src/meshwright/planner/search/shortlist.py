@@ -9,7 +9,7 @@ import numpy as np
 from meshwright.layout import Layout
 from meshwright.planner.cost.communication import Array
 from meshwright.planner.cost.step_time import StepPredictor
-from meshwright.planner.memory.rank_memory import context_bytes, fullest_rank, slack_fraction
+from meshwright.planner.memory.rank_memory import context_bytes, peak_device_bytes, slack_fraction
 from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate, estimate_layout
 from meshwright.planner.search.screen import ScreenedLayouts
@@ -67,7 +67,7 @@ class Shortlist:
             if not self.problem.accepts(layout):
                 continue
             if self._needed[at] * DOUBT_BELOW > self.room:
-                exact = fullest_rank(self.problem, layout, self.room, 1).device_bytes
+                exact = peak_device_bytes(self.problem, layout, self.room, 1)
                 self._learn(at, exact)
                 if exact > self.room:
                     continue
@@ -147,7 +147,7 @@ class Shortlist:
             too_large: dict[int, int] = {}
             for _, at, layout in self.best:
                 if at not in found:
-                    size = fullest_rank(self.problem, layout, self.room).device_bytes
+                    size = peak_device_bytes(self.problem, layout, self.room)
                     if size > self.room:
                         too_large[at] = size
                         continue
