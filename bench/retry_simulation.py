@@ -3,7 +3,7 @@ scheduler of each replica are the real ones, on steps of a + b * tokens + c * ke
 `retries` of bench/serving_load.py, arrivals fall from ten to 0.8 times the capacity. Of the clients refused from then
 on, most return once after `Retry-After`, and one in `PROBING` asks again and again to measure the real wait.
 
-    python bench/retry_simulation.py [--cycles 10]    # writes bench/results/retry_simulation.json
+    python bench/retry_simulation.py [--samples 20]    # writes bench/results/retry_simulation.json
 """
 
 from __future__ import annotations
@@ -43,6 +43,13 @@ PROBING = 4
 """One of this many refused clients retries continuously."""
 QUEUE = 64
 """Limit on waiting requests."""
+OVERLOAD, FALL = 6, 32
+"""Arrivals of an overload, in multiples of the requests that run and wait, and least number of those after it. The
+first overload is five times as long, at least 15 s: that clients stay away is learnt."""
+SAMPLES, MOST_CYCLES = 20, 16
+"""Probing clients of a case that are enough, and largest number of its cycles."""
+PROBE_SECONDS = 0.002
+"""Shortest time between two attempts of a probing client."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +65,7 @@ class Case:
 
 CASES = [
     *itertools.starmap(Case, itertools.product((16, 128, 1000), (16, 128), ("dp1", "dp2", "pp2"))),
-    Case(),
-    Case(returning=1.0),
+    *(Case(returning=share) for share in (0.0, 0.5, 1.0)),
 ]
 
 
@@ -146,7 +152,7 @@ class Server:
         self.room = sizes.max_sequences * len(self.front._replicas) + QUEUE
         self.found = Found()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._order, self._refused = itertools.count(), 0
+        self._order, self._refused, self._absent = itertools.count(), 0, 0
 
     def at(self, seconds: float, event: Callable[[], None]) -> None:
         """Let `event` happen in `seconds`."""
@@ -170,7 +176,7 @@ class Server:
         return Request(name, tuple(tokens), Sampling(max_tokens=self.case.answer))
 
     def draw_request(self) -> Request:
-        tokens = [self.draw.randrange(1, 30_000) for _ in range(self.case.prompt)]
+        tokens = self.draw.choices(range(1, 30_000), k=self.case.prompt)
         return self.make_request(str(next(self._order)), tokens)
 
     def ask(self, request: Request, ended: Callable[[], None] = lambda: None) -> float | None:
@@ -211,50 +217,62 @@ class Server:
             when += self.draw.expovariate(rate)
         self.run(count / rate)
 
+    def fall(self, rate: float) -> None:
+        """Let arrivals fall to `rate` per second, until all refused clients have come back."""
+        self.fell = self.now
+        self.arrive(rate, FALL, returning=1.0)
+        while self._absent:
+            self.arrive(rate, FALL // 4, returning=1.0)
+
     def _come(self, returning: bool) -> None:
         request = self.draw_request()
         wait, refused = self.ask(request), self.now
         if wait is None or not returning:
             return
         self._refused += 1
+        self._absent += 1
         if self._refused % PROBING == 0:
-            self.at(max(0.005, wait / 20), lambda: self._probe(request, wait, refused))
+            self.at(max(PROBE_SECONDS, wait / 20), lambda: self._probe(request, wait, refused))
         else:
             self.at(wait + 0.003 * self.draw.random(), lambda: self._retry(request, refused))
 
     def _retry(self, request: Request, refused: float) -> None:
-        admitted = self.ask(request) is None
+        admitted, self._absent = self.ask(request) is None, self._absent - 1
         if refused >= self.fell:
             self.found.retried.append(admitted)
 
     def _probe(self, request: Request, promised: float, refused: float) -> None:
         if self.ask(request) is not None:
-            self.at(max(0.005, promised / 20), lambda: self._probe(request, promised, refused))
-        elif refused >= self.fell:
+            self.at(max(PROBE_SECONDS, promised / 20), lambda: self._probe(request, promised, refused))
+            return
+        self._absent -= 1
+        if refused >= self.fell:
             self.found.waits.append((promised, self.now - refused))
 
 
-def simulate(case: Case, cycles: int, load: float = 0.8, seed: int = 0) -> Found:
-    """Simulate cycles of ten times the capacity, then `load` times it."""
+def simulate(case: Case, samples: int = SAMPLES, cycles: int = MOST_CYCLES, load: float = 0.8, seed: int = 0) -> Found:
+    """Simulate cycles of ten times the capacity, then `load` times it, until `samples` clients have probed, or `cycles`
+    of them."""
     server = Server(case, seed)
-    capacity = server.measure_capacity(4 * server.room)
-    for _ in range(cycles):
-        server.arrive(10 * capacity, (10 if case.returning else 30) * server.room, case.returning)
-        server.fell = server.now
-        server.arrive(load * capacity, server.room + QUEUE, returning=1.0)
-        server.drain()
+    capacity = server.measure_capacity(3 * server.room)
+    for cycle in range(cycles):
+        count = OVERLOAD * server.room if cycle else max(5 * OVERLOAD * server.room, 150 * capacity)
+        server.arrive(10 * capacity, count, case.returning)
+        server.fall(load * capacity)
+        if len(server.found.waits) >= samples:
+            break
     return server.found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cycles", type=int, default=10)
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="probing clients of a case that are enough")
     options = parser.parse_args()
     rows = []
     for case in CASES:
-        rows.append({**asdict(case), **simulate(case, options.cycles).summarise()})
+        rows.append({**asdict(case), **simulate(case, options.samples).summarise()})
         print(*rows[-1].values(), flush=True)
-    write_result("retry_simulation", {"cycles": options.cycles, "cases": rows}, quiet=True)
+    write_result("retry_simulation", {"samples": options.samples, "cases": rows}, quiet=True)
 
 
 if __name__ == "__main__":
