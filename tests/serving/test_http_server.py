@@ -135,6 +135,8 @@ def test_unreadable_request_gets_openai_error(
 ):
     monkeypatch.setattr(http_server, "HEADER_SECONDS", 60)
     with socket.create_connection(address) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert read_status(connection) == 200
         connection.sendall(b"GET /health HTTP/1.1\r\n")
         for part in parts:
             time.sleep(0.05)
@@ -142,6 +144,29 @@ def test_unreadable_request_gets_openai_error(
         head, _, body = read_all(connection).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 %d" % status) and b"connection: close" in head
     assert json.loads(body)["error"]["code"] == code
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_empty_lines_after_request_do_not_disturb_its_response(
+    address: tuple[str, int], engine: FakeEngine, stream: bool
+):
+    """They are no part of a request, and more than the limit on bytes that are not parsed."""
+    engine.step_seconds = 0.1
+    with socket.create_connection(address) as connection:
+        connection.sendall(post(json.dumps({"prompt": "x", "max_tokens": 3, "stream": stream}).encode()))
+        wait_until(lambda: len(engine.running) == 1)
+        connection.sendall(b"\r\n" * 1500)
+        answer = read_all(connection)
+    assert answer.count(b"HTTP/1.1 200") == 1 == answer.count(b"HTTP/1.1")
+    assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n" if stream else b"}")
+
+
+def test_invalid_rest_of_answered_request_gets_no_second_response(address: tuple[str, int]):
+    with socket.create_connection(address) as connection:
+        connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        assert read_status(connection) == 404
+        connection.sendall(b"no size\r\n")
+        assert read_all(connection) == b""
 
 
 def test_client_that_does_not_read_is_disconnected(served: ServedApp, monkeypatch: pytest.MonkeyPatch):

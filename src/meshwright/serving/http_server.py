@@ -113,7 +113,6 @@ class _LimitedProtocol(HttpToolsProtocol):
     deadline = write_deadline = math.inf
     _unsent_bytes = _header_bytes = 0  # of responses, at the last check; of the request
     _unparsed_bytes = 0  # upper bound, since the last complete part of a request
-    _ends = False  # after a pipelined request: the connection closes after the response, and nothing more is read
 
     def __init__(
         self, *arguments: Any, crowded: bool, refuse: Callable[[], Response] | None, group: _Connections
@@ -159,7 +158,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         if data.startswith(PROBES):
             self._refuse = None
             self._mark_newest()
-        if self._ends or self.transport.is_closing():
+        if self.transport.is_closing():
             pass
         elif self._refuse is None:
             self._unparsed_bytes += len(data)
@@ -173,11 +172,17 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer data that are not valid HTTP with status 400 and text `msg`, or headers that are too large with status
-        431, if no response is being sent."""
+        431.
+
+        Data after a complete request, or after the response to an incomplete one, get no answer: it would disturb that
+        request's response, after which the connection closes."""
+        cycle, self._lingering.unread = self.cycle, True
         error = ApiError(400, msg, code="invalid_http")
         if self._header_bytes > HEADER_BYTES:
             error = ApiError(431, f"path and headers are larger than {HEADER_BYTES:,} bytes", code="headers_too_large")
-        if not self._ends:
+        if cycle is not None and cycle.scope is self.scope and (cycle.response_started or not cycle.more_body):
+            self.shutdown()  # after the response
+        else:
             self._answer_unread(error.to_response())
 
     def _answer_unread(self, answer: Response) -> None:
@@ -194,7 +199,6 @@ class _LimitedProtocol(HttpToolsProtocol):
         A request that comes before the response to the previous request (HTTP pipelining) is not read, and the
         connection closes after that response. So requests do not pile up, and a disconnect is noticed."""
         if self.cycle is not None and not self.cycle.response_complete:
-            self._ends, self.cycle.keep_alive, self._lingering.unread = True, False, True
             raise ValueError("pipelined request")  # ends the parsing
         super().on_message_begin()
         self._header_bytes, self._lingering.unread = 0, True

@@ -54,9 +54,7 @@ class Prompts:
         self.tokenizer, self.start, self.ends = tokenizer, start, frozenset(ends)
         self.vocabulary, self.max_length = vocabulary, max_length
         added = tokenizer.get_added_tokens_decoder()  # an end token may be an ordinary one, such as a newline
-        named = read_special_tokens(directory) | {
-            added[token].content for token in {start, *self.ends} if token in added
-        }
+        named = read_special_tokens(directory) | {added[each].content for each in {start, *self.ends} if each in added}
         self._special = find_special_tokens(tokenizer, named)
         self._encoder = make_text_encoder(tokenizer, self._special)
         self._longest_token = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
