@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -189,6 +190,22 @@ def test_closing_waits_for_answer_being_written_and_unlocks(tmp_path: Path, monk
             writing.result()
         again = Journal(path)
     assert again["name"].text == "text"
+    again.close()
+
+
+def test_full_disk_is_one_error_line_and_keeps_earlier_answers(tmp_path: Path):
+    path, limits = tmp_path / "j", resource.getrlimit(resource.RLIMIT_FSIZE)
+    journal = Journal(path)
+    journal.put("first", Completion("text", "stop", 1, 1))
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
+        with pytest.raises(UserError, match="cannot write .*j: File too large"):
+            journal.put("second", Completion("text", "stop", 1, 1))
+        journal.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    again = Journal(path)
+    assert "first" in again and "second" not in again
     again.close()
 
 

@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -101,10 +102,13 @@ class Journal:
 
     def close(self) -> None:
         """Wait for an answer that another thread is writing, release the lock and close the file."""
-        with self._lock:  # the kernel keeps the lock of a closed file until an fsync in progress has ended
-            if not self._file.closed:
-                fcntl.flock(self._file, fcntl.LOCK_UN)  # closing would leave it to processes that inherited the file
-                self._file.close()
+        with self._lock, suppress(OSError):  # of an answer that cannot be written, for which `put` has raised
+            if not self._file.closed:  # the kernel keeps the lock of a closed file until an fsync in progress has ended
+                try:
+                    self._file.flush()
+                finally:
+                    fcntl.flock(self._file, fcntl.LOCK_UN)  # else processes that inherited the file would keep it
+                    self._file.close()
 
 
 class ChatClient:
