@@ -192,6 +192,23 @@ def test_accuracy_of_unseen_sets():
     assert text in ACCURACY
 
 
+def test_numbers_of_runs():
+    accuracy = load_result("plan_accuracy")
+    together, unseen = accuracy["together"]["runs"], [accuracy["unseen"][part] for part in SETS.values()]
+    others = sum(part["runs"] for part in unseen)
+    assert f"There are {together + others:,} runs with step times" in ACCURACY
+    sources = sum(len(part["sources"]) for part in unseen)
+    assert f"the other {others} runs, of {sources} sources, are in `unseen_runs.csv`" in ACCURACY
+    refused = len(accuracy["refused"]) + len(accuracy["published"]["refused"])
+    assert f"{refused} of {together + refused} runs are refused" in ACCURACY
+    tests = [part for name, part in zip(SETS, unseen, strict=True) if name.startswith("test")]
+    refused = sum(len(part["refused"]) for part in tests)
+    tried = sum(part["runs"] for part in tests) + refused
+    assert f"Of test 1 to 3, {refused} of {tried} runs are refused" in ACCURACY
+    given = accuracy["giving_bounds"]["runs"]
+    assert f"errors of the {given:,} runs of all sets" in ACCURACY and f"{given:,} of which give the bounds" in PLAN
+
+
 def test_summary_of_accuracy():
     """plan.md repeats figures of plan-accuracy.md."""
     accuracy = load_result("plan_accuracy")
@@ -237,6 +254,18 @@ def test_published_peaks():
     titan = [one for name, one in accuracy["published"]["memory"].items() if "202412" in name]
     expected = ["18", "; ".join(f"{one['mean_error']:.1%}" for one in titan)]
     assert peak_cells("torchtitan's allocator, December 2024") == expected
+    memory = accuracy["published"]["memory"]
+    [fused] = [one for name, one in memory.items() if "2025-06_torchtitan" in name]
+    assert cells(ACCURACY, "the same, June 2025, H200, where the loss is compiled") == [
+        str(fused["runs"]), f"{fused['mean_error']:.0%}", f"{fused['bias']:+.0%}",
+    ]  # fmt: skip
+    sizes: dict[str, list[dict[str, Any]]] = {"1B|3B": [], "8B": [], "80B": []}
+    for size, chosen in sizes.items():
+        chosen += [one for name, one in memory.items() if re.search(rf"nanotron.*, ({size}) on", name)]
+    ends = [sorted({f"{100 * end(one['mean_error'] for one in chosen):.1f}" for end in (min, max)}, key=float)
+            for chosen in sizes.values()]  # fmt: skip
+    runs = sum(one["runs"] for chosen in sizes.values() for one in chosen)
+    assert peak_cells("nanotron: 1B and 3B") == [str(runs), "; ".join(f"{' to '.join(each)}%" for each in ends)]
     [memory] = accuracy["unseen"]["test"]["memory"].values()
     found = [str(memory["runs"]), f"{memory['mean_error']:.1%}", f"{memory['bias']:+.1%}"]
     assert cells(ACCURACY, "PaddleNLP, 7B and 13B on 8 A100 (unseen)") == found
@@ -257,6 +286,13 @@ def test_published_peaks():
             "; ".join(form.format(error) for error in errors),
         ]
     assert f"are 1 to {largest:.0%} off" in PLAN
+
+
+def test_coverage_of_latest_sets():
+    latest = load_result("plan_accuracy")["unseen"]["test_3"]
+    text = f"its mean error is {latest['mean_error']:.1%} (over sources {latest['mean_error_of_sources']:.1%}); "
+    text += f"{latest['bounds_hold']:.0%} of its runs are within the bounds, at a median ratio of "
+    assert f"{text}{latest['held_out_high_to_low']:.2f}." in ACCURACY
 
 
 def test_bounds_by_kind():
@@ -295,7 +331,9 @@ def test_accuracy_of_all_runs():
         for one in (given, unfitted)
     ]  # fmt: skip
     (every, weighted, ratio), others = shares
-    assert f"{every} of the {given['runs']} runs are within, {weighted} with every project the same weight" in ACCURACY
+    assert (
+        f"{every} of the {given['runs']:,} runs are within, {weighted} with every project the same weight" in ACCURACY
+    )
     assert f"at a median ratio of high to low of {ratio}" in ACCURACY
     assert (
         f"Of the {unfitted['runs']} runs to which no rate was fitted, it is {others[0]}, {others[1]} and {others[2]}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import statistics
+
 from meshwright.planner.cost.rates import constants
 from tests.documented_figures import ACCURACY, BENCHMARKS, PLAN, cells, load_result, number_text
 
@@ -66,3 +69,52 @@ def test_bounds_after_a_probe():
     within = sum(low < one < high for one in unscaled)
     assert f"{number_text(within)} of {number_text(len(unscaled))} layouts were within them unscaled" in ACCURACY
     assert f"the demo's took {max(unscaled):.2f} times" in ACCURACY
+
+
+def test_steps_on_one_gpu_after_a_probe():
+    errors = {name: one["time_error_by_probe"] for name, one in load_result("gpu_plan")["runs"].items()}
+    others = [errors.pop(name) for name in ("ac:selective bf16 compiled", "ac:selective bf16", "mb4 bf16")]
+    [row] = [line for line in ACCURACY.splitlines() if line.startswith("| the same: compiled `ac:selective`; eager")]
+    for error, cell in zip(others, row.split(" | ")[2].split("; "), strict=True):
+        assert f"{abs(error):.0%}".rstrip("%") in re.findall(r"\d+", cell)
+    name = "one H100, after a probe: eager, `ac:full`, float32; compiled"
+    runs, most = cells(ACCURACY, name)[:2]
+    assert runs == str(len(errors))
+    assert max(map(abs, errors.values())) <= float(most.removeprefix("at most ").rstrip("%")) / 100
+
+
+def test_peaks_of_the_ledger():
+    """Against the engine on fake CUDA tensors, and of compiled blocks."""
+    result = load_result("gpu_ledger")
+    errors = [abs(line["error"]) for line in result["lines"]]
+    small = sum(error <= 0.001 for error in errors)
+    text = f"{len(errors)} steps: at most {max(errors):.1%}, at most 0.1% for {small}; saved activations of "
+    assert f"{text}{result['forwards_as_said']} of {result['forwards']} forwards" in PLAN
+    name = "against the engine on fake CUDA tensors, storage by storage (`bench/gpu_ledger.py`)"
+    assert cells(ACCURACY, name)[:2] == [str(len(errors)), f"at most {max(errors):.1%}"]
+    lines = load_result("compiled_memory")["lines"]
+    errors = [abs(line["error"]) for line in lines]
+    steps = {tuple(line[key] for key in ("model", "layout", "dtype", "rows", "sequence")) for line in lines}
+    most, median = f"at most {max(errors):.1%}", f"median {statistics.median(errors):.2%}"
+    name = f"compiled blocks, CPU, {len(lines)} peaks (`bench/compiled_memory.py`)"
+    assert cells(ACCURACY, name)[:2] == [str(len(steps)), f"{median}, {most}"]
+    assert f"| {len(steps)} steps ({len(lines)} peaks): {most}, {median} |" in PLAN
+
+
+def test_gpu_hours_of_deepseek_v3():
+    result = load_result("deepseek_v3")
+    chosen, others = result["hai-llm"], result["others"]
+    rows = {
+        "thousand GPU hours per trillion tokens": ("thousand_gpu_hours_per_trillion", 0),
+        "million GPU hours of pre-training, 14.8 trillion tokens": ("million_gpu_hours_pretraining", 2),
+    }
+    for name, (key, digits) in rows.items():
+        one = chosen[key]
+        predicted, low, high = (f"{one[each]:.{digits}f}" for each in ("predicted", "low", "high"))
+        assert cells(ACCURACY, name) == [predicted, f"{low} to {high}", f"{one['published']:g}"]
+    name = "memory of the device with the highest peak, GiB"
+    assert cells(ACCURACY, name)[0] == f"{chosen['device_gib']:.1f}"
+    hours = {name: one["thousand_gpu_hours_per_trillion"]["predicted"] for name, one in others.items()}
+    text = f"With flash attention 2 it would be {hours['flash-2 in place of flash-3']:.0f} thousand GPU hours per "
+    text += "trillion tokens, with exposed dispatch and combine "
+    assert f"{text}{hours['no overlap of dispatch and combine']:.0f}." in ACCURACY
