@@ -24,7 +24,7 @@ COMMANDS = {
     "schedule": "Check, time and draw a pipeline schedule.",
     "collective": "Check, time, draw and run a collective operation, or choose its algorithm.",
     "plan": "Predict the time and memory of training, and find the best layout.",
-    "explain": "Recompute a figure that texts on distributed training print, step by step.",
+    "explain": "Recompute a published figure of distributed training, step by step.",
     "probe": "Measure this machine, compare its ranks, and write its cluster file.",
     "verify": "Check that a layout computes what one device computes.",
     "train": "Train a recipe, or resume its run.",

@@ -34,7 +34,7 @@ def command(
     ranks: int, emulate: int | None, stop: str | None, show: bool, check: bool, directory: str | None, restarts: int,
     as_json: bool, script: str, arguments: tuple[str, ...],
 ) -> None:  # fmt: skip
-    """Run SCRIPT with its arguments on several ranks, each a process that calls meshwright.training.module.fit.
+    """Run SCRIPT with its arguments on several ranks, each a process that calls meshwright.fit.
 
     Arguments after SCRIPT are passed to the script. SIGTERM and Ctrl-C finish the current step, save and stop, with
     exit code 143 or 130; the same command then resumes. Standard output is the script's own; with --json it carries the
