@@ -137,6 +137,18 @@ def test_mesh_has_the_communicators_that_the_planner_counts(monkeypatch: pytest.
         assert (mesh.reduction.recorder_group == mesh.shard.recorder_group) == (not apart)
 
 
+def test_close_destroys_every_group_that_the_mesh_made_once(monkeypatch: pytest.MonkeyPatch):
+    mesh = make_mesh_of_rank_1(monkeypatch, "dp8 zero3 tp2 ep4", "cpu:gloo,cuda:nccl", "cuda")
+    axes: list[Axis] = [getattr(mesh, name) for name in (*AXIS_NAMES, *EXPERT_AXES)]
+    made = {id(axis.group) for axis in axes if axis.size > 1} - {id(mesh.world.group)}
+    assert len(made) == 6
+    closed: list[object] = []
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=mesh.world.group))
+    monkeypatch.setattr(dist, "destroy_process_group", closed.append)
+    mesh.close()
+    assert sorted(map(id, closed)) == sorted(made)
+
+
 def connect_late() -> tuple[float, float]:
     """Return the times at which this rank's last group was connected (rank 0 delays this) and its mesh was ready, in
     seconds of the monotonic clock."""

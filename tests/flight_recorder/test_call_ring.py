@@ -171,9 +171,10 @@ def test_existing_ring_file_is_replaced_and_junk_rejected(tmp_path: Path):
     os.close(made)
 
 
-@given(st.lists(st.integers(0, 600), min_size=1, max_size=20, unique=True), st.booleans())
-def test_group_text_round_trips(ranks, paired):
-    group = Group(tuple(ranks), (ranks[0], ranks[-1]) if paired else None)
+@given(st.lists(st.integers(0, 600), min_size=1, max_size=20, unique=True), st.sampled_from(["", "layers", ">"]))
+def test_group_text_round_trips(ranks, purpose):
+    paired = purpose == ">"
+    group = Group(tuple(ranks), (ranks[0], ranks[-1]) if paired else None, "" if paired else purpose)
     assert Group.from_text(group.to_text()) == group
 
 

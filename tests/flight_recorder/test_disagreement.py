@@ -270,16 +270,17 @@ def test_ranks_of_another_host_are_reported_as_unknown():
     assert left_behind.blamed == (2,), "a readable rank that is behind is blamed first"
 
 
-def test_hang_report_lists_every_rank_up_to_diverging_calls():
-    group = Group((0, 1, 2))
+@pytest.mark.parametrize("purpose, named", [("", "ranks 0-2"), ("reductions", "ranks 0-2 for reductions")])
+def test_hang_report_lists_every_rank_up_to_diverging_calls(purpose, named):
+    group = Group((0, 1, 2), purpose=purpose)
     ranks = in_step(3, 4, group)
     left_waiting(ranks, 2, 4, group)
     snapshot = Snapshot([rank.seen("T" if rank.rank == 2 else "S") for rank in ranks], now=9.0, when="then")
     text = snapshot.format_report(snapshot.verdict.line)
     assert text.splitlines()[0] == snapshot.verdict.line
-    assert (
-        "  rank 0 (process 100, sleeping): has been waiting for 4.0 s in call 5 of ranks 0-2 (all_reduce norm" in text
-    )
+    assert snapshot.verdict.line.startswith(f"rank 2 has not entered call 5 of {named} (all_reduce norm")
+    waiting = f"has been waiting for 4.0 s in call 5 of {named} (all_reduce norm"
+    assert f"  rank 0 (process 100, sleeping): {waiting}" in text and f"calls of {named}:" in text
     assert "> rank 2 (process 100, stopped (state T)): waits in no call" in text
     assert ">       5  all_reduce norm over axis float32[4] (ranks 0,1); not entered (rank 2)" in text
     assert "        4  all_reduce gradients over axis float32[4] (all)" in text

@@ -68,7 +68,7 @@ def test_reductions_that_start_again_wait_for_their_own_sums_alone(monkeypatch: 
 
     monkeypatch.setattr(zero, "reduce_scatter", post)
     monkeypatch.setattr(zero, "all_reduce", post)
-    axes = SimpleNamespace(shard=None, replica=SimpleNamespace(trivial=False), tied=None)
+    axes = SimpleNamespace(reduction=None, replica=SimpleNamespace(trivial=False), tied=None)
     flat = SimpleNamespace(view_parameters=lambda buffer: [buffer])
     buffer = torch.zeros(4)
     unit: Any = SimpleNamespace(zero=1, axes=axes, flat=flat, unsharded_gradient=buffer, gradient=buffer[:2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from meshwright.comm.local import LocalRanks
 from meshwright.errors import UserError
 from meshwright.recipe import load_recipe
 from meshwright.training.loss_scale import LossScale
+from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import set_matmul_precision
 from tests.conftest import exhaustive
 from tests.training import training_cases as cases
@@ -119,7 +121,9 @@ def test_small_gradients_vanish_unless_the_loss_is_scaled(home):
     for name, precision, scale in (("none", "fp16", 1.0), ("scaled", "fp16", 65536.0), ("float32", "fp32", 1.0)):
         text = cases.recipe(home / "small", f"dp1 {precision}", train_loss_scale=scale, **changes).to_toml()
         # Gradients as the optimizer gets them, with the scale.
-        found[name] = torch.cat([gradient / scale for gradient in cases.first_gradients(text)])
+        with mock.patch.object(Optimizer, "_balance_experts") as balance:
+            found[name] = torch.cat([gradient / scale for gradient in cases.first_gradients(text)])
+        balance.assert_called_once_with(1 / scale, scale)  # loads of experts have the scale too
     there = found["float32"] != 0
     lost = {name: float((found[name][there] == 0).double().mean()) for name in ("none", "scaled")}
     assert lost["none"] > 1e-4 and lost["scaled"] < lost["none"] / 10, lost

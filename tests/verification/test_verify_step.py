@@ -52,6 +52,7 @@ def run(problem: Problem, directory: Path, fault: LocalFault | None = None) -> t
 
 PROBLEMS = {
     "updates": maker().make_update_problem(layers=2),
+    "momentum": maker().make_momentum_problem(),
     "dtypes": maker().make_dtype_problem(),
     "long sequences": maker().make_long_sequence_problem(),
 }
@@ -149,6 +150,13 @@ def test_fault_in_local_code_is_caught(name: str, tmp_path: Path):
     result, found = run(PROBLEMS[LOCAL_FAULTS[name].case], tmp_path, LocalFault(name))
     assert (result.affected_calls == 0) == (name in NEEDS_RANKS)
     assert found.passed == (name in NEEDS_RANKS), found.failure
+
+
+def test_wrong_momentum_is_caught_in_float32(tmp_path: Path):
+    problem = CaseBuilder(LAYOUT, preset("llama-3-8b"), "float32").make_momentum_problem()
+    assert run(problem, tmp_path)[1].passed
+    result, found = run(problem, tmp_path, LocalFault("SGD momentum without decay"))
+    assert result.affected_calls and not found.passed
 
 
 def test_fault_counter_recognises_only_identical_objects():

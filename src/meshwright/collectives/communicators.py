@@ -10,8 +10,9 @@ calls of one would then wait for those of another with which they should overlap
   (facebookresearch/fairscale, pull request 897), Megatron's about 15% with SHARP (NVIDIA/Megatron-LM, 2663); PyTorch
   offers it for `fully_shard` (pytorch/pytorch, 186335).
 
-Below ZeRO-3 the latter would gain nothing: all-gathers of updated parameters begin after the last reduction of a step
-and end before the first of the next. On gloo, which runs the calls of a group concurrently, no group is separate.
+Below ZeRO-3 the latter would gain nothing: all-gathers of updated parameters are posted after the last reduction of a
+step has ended, and the first reduction of the next step is posted after a forward pass. On gloo, which runs the calls
+of a group concurrently, no group is separate.
 
 Kernels of several communicators cannot deadlock if all ranks post them in one order and the device keeps to it, or has
 room for all of them (NCCL's user guide, "Using multiple NCCL communicators concurrently"). All ranks post in one order.

@@ -26,6 +26,11 @@ class Group:
         group."""
         return self.ranks if self.pair is None else self.pair
 
+    @property
+    def name(self) -> str:
+        """Text for reports: `ranks 0-3` (of `members`) or, with a purpose, `ranks 0-3 for reductions`."""
+        return f"ranks {format_ranks(self.members)}{self.purpose and f' for {self.purpose}'}"
+
     def to_text(self) -> str:
         """Format the group as `0-3`, `0-6/2` (every second rank from 0 to 6), `1,5,6`, with a purpose `0-3:reductions`
         or, for messages from rank 2 to rank 3, `0-3:2>3`. The inverse is `from_text`."""

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.flight_recorder.call_log import Call, Group, format_ranks
+from meshwright.flight_recorder.call_log import Call, Group
 from meshwright.flight_recorder.verdict import (
     RankState,
     Verdict,
@@ -139,7 +139,7 @@ class _Divergence:
         """Return the verdict that blames the ranks whose call differs from the expected one. If the expected call
         cannot be determined, the verdict says that the ranks disagree. now: seconds of the monotonic clock."""
         expected = self._find_expected()
-        of_group = f" of ranks {format_ranks(self.group.members)}"
+        of_group = f" of {self.group.name}"
         if expected is None:
             each = ", ".join(f"rank {r} makes {c.description} {c.form} at {c.place}" for r, c in self.differing.items())
             line = f"ranks disagree about call {self.index}{of_group}: {each}"

@@ -142,7 +142,7 @@ class Snapshot:
                     made.setdefault(call.index, {}).setdefault(f"{call.description} {call.form}", []).append(each.rank)
         if not made:
             return []
-        lines = [f"calls of ranks {format_ranks(group.members)}{' (messages)' if group.pair else ''}:"]
+        lines = [f"calls of {group.name}{' (messages)' if group.pair else ''}:"]
         for at in sorted(made):
             missing = [each.rank for each in members if at > (each.calls.counts.get(group, 0) if each.calls else 0)]
             parts = [f"{what} ({_format_who(ranks, members)})" for what, ranks in made[at].items()]
@@ -155,7 +155,7 @@ class Snapshot:
 def _describe_call(call: Call) -> str:
     """Describe a call by its number, group, operation, dtype, shape and bytes: `call 57 of ranks 0-3 (...)`."""
     size = f", {call.form}, {call.payload_bytes:,} bytes"
-    return f"call {call.index} of ranks {format_ranks(call.group.members)} ({call.description}{size})"
+    return f"call {call.index} of {call.group.name} ({call.description}{size})"
 
 
 def _format_who(ranks: Sequence[int], members: Sequence[RankState]) -> str:

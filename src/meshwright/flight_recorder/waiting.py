@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
-from meshwright.flight_recorder.call_log import Call, Group, format_ranks
+from meshwright.flight_recorder.call_log import Call, Group
 from meshwright.flight_recorder.verdict import (
     RankState,
     Verdict,
@@ -107,7 +107,7 @@ def _blame_missing(
     earliest = min((waiting[rank] for rank in left), key=lambda call: call.posted)
     left = [rank for rank in left if waiting[rank].group == earliest.group]
     blamed = tuple(rank for rank in blamed if rank in earliest.group.members and rank in blockers[left[0]])
-    of_group = f"of ranks {format_ranks(earliest.group.members)} "
+    of_group = f"of {earliest.group.name} "
     line = f"{name_ranks(blamed)} {choose_has(blamed)} not entered call {earliest.index} {of_group}"
     line += f"({earliest.description}), where {name_ranks(left)} {format_wait(left, waiting, now)} at {earliest.place}"
     line += f"; {describe_activity(first, now)}; {describe_process(first)}"
@@ -237,7 +237,7 @@ def _blame_lagging(
     if not missing:
         ahead = next(rank for rank, others in slower.items() if first in others)
         group = slower[ahead][first][0]
-        made = f"{_count_calls(ranks[first], group):,} calls of ranks {format_ranks(group.members)}"
+        made = f"{_count_calls(ranks[first], group):,} calls of {group.name}"
         line = f"{name_ranks([first])} has made {made} and rank {ahead} {_count_calls(ranks[ahead], group):,}"
         line += f"; {describe_activity(ranks[first], now)}; {describe_process(ranks[first])}"
         return Verdict(line, kind, (first,), group)
@@ -245,7 +245,7 @@ def _blame_lagging(
     alike = tuple(
         rank for rank in blamed if rank in call.group.members and _count_calls(ranks[rank], call.group) < call.index
     )
-    of_group = f"of ranks {format_ranks(call.group.members)} "
+    of_group = f"of {call.group.name} "
     line = f"{name_ranks(alike)} {choose_has(alike)} not entered call {call.index} {of_group}"
     line += f"({call.description}), which rank {ahead} queued {now - posted:.1f} s ago at {call.place}"
     line += f"; {describe_activity(ranks[first], now)}; {describe_process(ranks[first])}"

@@ -59,12 +59,7 @@ def generate_for_layout(layout: Layout, durations: StageDurations | None = None)
     schedule `auto` only. For a model, use `spec.stage_times.program_for` instead. Raises UserError for numbers that the
     schedule does not accept, and for a schedule file (`@FILE` in the layout) that is not one synchronous training step.
     """
-    version = None
-    if layout.schedule.startswith("@"):
-        with suppress(OSError):  # loading the file reports the error
-            state = Path(layout.schedule[1:]).stat()
-            version = state.st_mtime_ns, state.st_size
-    name = layout.schedule
+    name, version = layout.schedule, find_file_version(layout)
     chunks = None if name.startswith("@") or (name == "auto" and layout.chunks == 1) else layout.chunks
     durations = durations if name == "auto" else None
     with _naming(layout):
@@ -87,6 +82,16 @@ def count_stages(layout: Layout, durations: StageDurations | None = None) -> int
         return generate_for_layout(layout, durations).stages
     with _naming(layout):  # the layout has checked all but the number of steps
         return layout.pp * check_sizes(layout.schedule, layout.pp, layout.micro_batches, layout.chunks)[2]
+
+
+def find_file_version(layout: Layout) -> tuple[int, int] | None:
+    """Return (modification time in nanoseconds, size in bytes) of the schedule file of a layout; None without one. A
+    cache keyed by layouts needs it in its key, as the file may be edited."""
+    if layout.schedule.startswith("@"):
+        with suppress(OSError):  # loading the file reports the error
+            state = Path(layout.schedule[1:]).stat()
+            return state.st_mtime_ns, state.st_size
+    return None
 
 
 @contextmanager

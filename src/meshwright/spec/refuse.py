@@ -187,8 +187,7 @@ def _find_pipeline_problem(layout: Layout, config: ModelConfig, sequence: int | 
     the model's maximum."""
     stages = layout.pp * layout.chunks
     if stages <= config.layers and not planning:  # in planning the schedule file may be on another machine
-        times = StageTimes(config, layout.pp, sequence or config.max_positions, layout.recompute)
-        stages = count_stages(layout, times)
+        stages = count_stages(layout, StageTimes.of(layout, config, sequence or config.max_positions))
     if stages <= config.layers:
         return None
     chunks = f" x {stages // layout.pp} chunks" if stages > layout.pp else ""

@@ -38,6 +38,11 @@ class StageTimes:
     sequence: int
     recompute: str = "none"
 
+    @classmethod
+    def of(cls, layout: Layout, config: ModelConfig, sequence: int) -> StageTimes:
+        """Return the estimator for a layout, a model and sequences of `sequence` tokens."""
+        return cls(config, layout.pp, sequence, layout.recompute)
+
     def __call__(self, count: int) -> Durations | None:
         """Return the estimated durations of the forward, input-gradient and weight-gradient passes of each of the
         `count` stages into which the model is cut, in units of a pipeline rank's mean forward time per micro-batch;
@@ -67,4 +72,4 @@ def program_for(layout: Layout, config: ModelConfig, sequence: int) -> PipelineP
     the model with configuration `config` and sequences of `sequence` tokens. Raises `UserError` if the schedule does
     not support the layout's numbers (such as stages or micro-batches), and for a schedule file that does not describe
     exactly one synchronous training step."""
-    return generate_for_layout(layout, StageTimes(config, layout.pp, sequence, layout.recompute))
+    return generate_for_layout(layout, StageTimes.of(layout, config, sequence))

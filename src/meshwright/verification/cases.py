@@ -126,10 +126,18 @@ class CaseBuilder:
         """Return a training problem of two SGD steps with parameters of half the width of their master weights. The
         problem reveals parameters that were not set to the rounded master weights after an update."""
         narrow = {"float64": "float32", "float32": "bfloat16"}[self.dtype]
-        plain = dataclasses.replace(self.make_sgd_problem(2), training=dataclasses.replace(SGD, learning_rate=0.002))
+        plain = self.make_sgd_problem(2)
         # Large weights and updates would amplify rounding errors beyond the tolerance in deep models with post-norms.
         config = dataclasses.replace(plain.config, initializer_range=0.05)
-        return dataclasses.replace(plain, config=config, steps=2, dtype=narrow, master_dtype=self.dtype)
+        training = dataclasses.replace(SGD, learning_rate=0.002)
+        return dataclasses.replace(
+            plain, config=config, training=training, steps=2, dtype=narrow, master_dtype=self.dtype
+        )
+
+    def make_momentum_problem(self) -> Problem:
+        """Return a training problem of two SGD steps with momentum. In the narrow dtype of `make_dtype_problem`, a
+        wrong momentum of the second step would pass bfloat16's tolerance."""
+        return dataclasses.replace(self.make_sgd_problem(2), training=SGD, steps=2)
 
     def make_late_case(self) -> Case:
         """Return the verification case "late completion": two SGD steps in which every collective call completes only

@@ -57,7 +57,7 @@ class LocalFaultSpec:
     by `wrong`.
 
     wrong: buggy function, called with a `FaultCounter`, the original function, and the arguments of the call. case:
-    name of the verification case (small training problem) that detects the bug."""
+    name of the small training problem that detects the bug (`mutations.py`)."""
 
     owner: Any
     name: str
@@ -365,7 +365,7 @@ LOCAL_FAULTS: dict[str, LocalFaultSpec] = {
     ),
     "AdamW with epsilon inside the square root": LocalFaultSpec(optimizer, "adamw", _put_epsilon_inside_root),
     "SGD momentum without decay": LocalFaultSpec(
-        optimizer, "sgd", _make_option_fault(lambda right: {"momentum": 1.0}), "dtypes"
+        optimizer, "sgd", _make_option_fault(lambda right: {"momentum": 1.0}), "momentum"
     ),
     "parameters not rounded from master weights": LocalFaultSpec(
         FsdpUnit, "update_parameters", _skip_rounding, "dtypes"

@@ -129,6 +129,7 @@ class _FaultRuns:
         to leave out; the key of a local fault is the tuple (name,)."""
         for case, make in (
             ("updates", lambda: self.maker.make_update_problem(layers=3)),
+            ("momentum", self.maker.make_momentum_problem),
             ("dtypes", self.maker.make_dtype_problem),
             ("long sequences", self.maker.make_long_sequence_problem),
         ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -16,11 +17,12 @@ from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.memory import states
 from meshwright.planner.memory.ledger import CATEGORIES, Ledger, StepReplay, ledger
 from meshwright.planner.memory.passes import SAVED, list_passes
-from meshwright.planner.memory.rank_memory import fullest_rank, memory_of, peak_device_bytes
+from meshwright.planner.memory.rank_memory import distinct_ranks, fullest_rank, memory_of, peak_device_bytes
 from meshwright.planner.memory.stage_snapshots import StageSnapshots
 from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import estimate_layout
 from meshwright.program.pipeline import Kind
+from meshwright.program.pipeline_text import format_pipeline
 from meshwright.schedules.library import generate
 from meshwright.schedules.transfers import with_transfers
 from meshwright.spec.adapter_config import AdapterConfig
@@ -316,6 +318,19 @@ def test_fullest_rank_is_that_of_all_ranks(config: ModelConfig, layout: str) -> 
     fullest = fullest_rank(problem, chosen)
     assert fullest.device_bytes == max(each.device_bytes for each in every) == peak_device_bytes(problem, chosen)
     assert fullest.pp_rank not in (0, 1, chosen.pp - 2, chosen.pp - 1)
+    first = every[distinct_ranks(problem, chosen)[0]].device_bytes
+    assert first == peak_device_bytes(problem, chosen, limit=first - 1) == peak_device_bytes(problem, chosen, most=1)
+    assert peak_device_bytes(problem, chosen, limit=first) == fullest.device_bytes
+
+
+def test_memory_follows_an_edited_schedule_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    problem = Problem(DEEP, cluster("2xh100-sxm"), 128, 8)
+    found = []
+    for name in ("gpipe", "1f1b"):
+        file.write_text(format_pipeline(generate(name, 2, 8)))
+        found += [fullest_rank(problem, Layout.parse(f"pp2:{each} mb8")).peak_bytes for each in (f"@{file}", name)]
+    assert found[0] == found[1] > found[2] == found[3]
 
 
 def test_passes_of_1f1b_hold_what_the_schedule_says() -> None:

@@ -29,7 +29,7 @@ from meshwright.planner.memory.ledger import CUDA_CONTEXT_BYTES, MEMORY_PARTS, L
 from meshwright.planner.memory.published import loss_bytes, published_layer
 from meshwright.planner.memory.snapshot import Allocation, count_bytes
 from meshwright.planner.problem import Problem
-from meshwright.schedules.library import SYNCHRONOUS
+from meshwright.schedules.library import SYNCHRONOUS, find_file_version
 from meshwright.spec.stage_times import program_for
 from meshwright.spec.stages import Stage
 
@@ -68,11 +68,10 @@ def merge_layers(items: Iterable[Allocation]) -> list[Allocation]:
     return sorted(merged, key=lambda item: -item.bytes)
 
 
-@lru_cache(maxsize=64)
 def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> Ledger:
     """Return the memory of the pipeline rank `pp_rank` at its peak. Raises `UserError` for an infeasible layout."""
     if problem.engine.name == "meshwright":
-        found = _replay(problem, layout, pp_rank).ledger()
+        found = _replay(problem, layout, pp_rank, find_file_version(layout)).ledger()
     else:
         items = tuple(_published(problem, layout, pp_rank))
         found = Ledger(items, count_bytes(items), "most micro-batches in flight")
@@ -85,13 +84,14 @@ def _device_bytes(problem: Problem, layout: Layout, pp_rank: int) -> int:
     """Return the bytes that the pipeline rank `pp_rank` needs on a device at its peak."""
     if problem.engine.name != "meshwright":
         return memory_of(problem, layout, pp_rank).device_bytes
-    peak = _replay(problem, layout, pp_rank).peak_bytes
+    peak = _replay(problem, layout, pp_rank, find_file_version(layout)).peak_bytes
     return peak + context_bytes(problem) + round(slack_fraction(problem.cluster) * peak)
 
 
 @lru_cache(maxsize=16)
-def _replay(problem: Problem, layout: Layout, pp_rank: int) -> StepReplay:
-    """Return the replay of the training step of the pipeline rank `pp_rank` under the engine `meshwright`."""
+def _replay(problem: Problem, layout: Layout, pp_rank: int, version: tuple[int, int] | None) -> StepReplay:
+    """Return the replay of the training step of the pipeline rank `pp_rank` under the engine `meshwright`. version: of
+    the layout's schedule file, so that an edited file is replayed again."""
     return replay_step(
         problem.config, layout, batch=problem.batch, sequence=problem.sequence, optimizer=problem.optimizer,
         precision=problem.precision, rank=pp_rank * layout.tp * layout.cp * layout.dp, graphs=problem.graphs,
