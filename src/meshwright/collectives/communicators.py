@@ -7,8 +7,8 @@ calls of one would then wait for those of another with which they should overlap
   gradients over the same ranks;
 - under ZeRO-3 reductions of gradients from all-gathers of parameters: in backward, the all-gather of the next FSDP unit
   is posted behind the reduce-scatter of the last one. FairScale's FSDP gained 8.5% and 20% by it
-  (facebookresearch/fairscale, pull request 897), Megatron's about 15% with SHARP (NVIDIA/Megatron-LM, 2663); PyTorch
-  offers it for `fully_shard` (pytorch/pytorch, 186335).
+  (facebookresearch/fairscale, pull request 897); Megatron's FSDP and PyTorch's `fully_shard` offer it
+  (NVIDIA/Megatron-LM, 2663; pytorch/pytorch, 186335).
 
 Below ZeRO-3 the latter would gain nothing: all-gathers of updated parameters are posted after the last reduction of a
 step has ended, and the first reduction of the next step is posted after a forward pass. On gloo, which runs the calls
