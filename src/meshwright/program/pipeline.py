@@ -289,6 +289,23 @@ class RankBuilder:
         assert not self.rows, "steps are appended one by one or set together, not both"
         self._table = np.column_stack([group, kind, stage, replica, micro_batch, np.zeros(len(kind), np.int64)])
 
+    def alternate(self, forwards: Integers, backwards: Integers, warm_up: int, put_off: int | None = None) -> None:
+        """Set all steps of the rank: `warm_up` forwards, then a forward and a backward in turn, at last backwards only.
+        forwards, backwards: [passes, 2], micro-batch and stage of each pass in execution order. put_off: number of
+        weight gradients that wait while input gradients run: weight gradient k follows input gradient k + `put_off`,
+        and the last ones follow all others; None: backwards are not split."""
+        turn = np.arange(len(forwards))
+        passes = [(_FORWARD, forwards, 3 * np.maximum(turn - warm_up, -1))]
+        if put_off is None:
+            passes.append((_BACKWARD, backwards, 3 * turn + 1))
+        else:
+            passes.append((_INPUT_GRADIENT, backwards, 3 * turn + 1))
+            passes.append((_WEIGHT_GRADIENT, backwards, 3 * (turn + put_off) + 2))
+        order = np.argsort(np.concatenate([place for _, _, place in passes]), kind="stable")
+        micro_batch, stage = np.concatenate([rows for _, rows, _ in passes])[order].T
+        kind = np.repeat([kind for kind, _, _ in passes], len(turn))[order]
+        self.set_steps(np.arange(len(order)), kind, stage, np.zeros_like(stage), micro_batch)
+
     def to_table(self) -> Integers:
         """Return the rank's steps as a table [steps, 6]: group (steps that run together), kind, stage, replica,
         micro-batch, component."""

@@ -7,12 +7,11 @@ its chunks, for p ranks, m micro-batches and v chunks. A micro-batch crosses v p
 
 from __future__ import annotations
 
-from itertools import zip_longest
+import numpy as np
 
+from meshwright.program.order import Integers
 from meshwright.program.pipeline import Builder, PipelineProgram, place_cyclically
 from meshwright.schedules.placement import split_evenly
-
-Order = list[tuple[int, int]]  # micro-batch and stage
 
 
 def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgram:
@@ -31,15 +30,11 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProg
     """
     program = Builder("interleaved", ranks, micro_batches, (place_cyclically(ranks, chunks),))
     taken = split_into_rounds(ranks, micro_batches)
+    forwards, backwards = order_depth_first(program.ranks[0].stages[0], taken)
     for rank in program.ranks:
-        forwards, backwards = order_depth_first(rank.stages[0], taken)
+        shift = np.array([0, rank.rank])
         warm_up = (chunks - 1) * len(taken[0]) + 2 * (ranks - 1 - rank.rank)
-        for ahead in forwards[:warm_up]:
-            rank.forward(*ahead)
-        for back, ahead in zip_longest(backwards, forwards[warm_up:]):
-            if ahead:
-                rank.forward(*ahead)
-            rank.backward(*back)
+        rank.alternate(forwards + shift, backwards + shift, warm_up)
     return program.build()
 
 
@@ -56,20 +51,11 @@ def interleaved_zero_bubble(ranks: int, micro_batches: int, chunks: int = 2) -> 
     """
     program = Builder("interleaved-zb", ranks, micro_batches, (place_cyclically(ranks, chunks),))
     taken = split_into_rounds(ranks, micro_batches)
+    forwards, backwards = order_depth_first(program.ranks[0].stages[0], taken)
     for rank in program.ranks:
-        forwards, backwards = order_depth_first(rank.stages[0], taken)
+        shift = np.array([0, rank.rank])
         warm_up = (chunks - 1) * len(taken[0]) + ranks - 1 - rank.rank
-        put_off = rank.rank  # number of deferred weight gradients
-        for ahead in forwards[:warm_up]:
-            rank.forward(*ahead)
-        for number, (back, ahead) in enumerate(zip_longest(backwards, forwards[warm_up:])):
-            if ahead:
-                rank.forward(*ahead)
-            rank.input_gradient(*back)
-            if number >= put_off:
-                rank.weight_gradient(*backwards[number - put_off])
-        for back in backwards[max(0, len(backwards) - put_off) :]:
-            rank.weight_gradient(*back)
+        rank.alternate(forwards + shift, backwards + shift, warm_up, put_off=rank.rank)
     return program.build()
 
 
@@ -110,8 +96,8 @@ def split_into_rounds(ranks: int, micro_batches: int) -> list[range]:
     return split_evenly(micro_batches, max(1, micro_batches // ranks))
 
 
-def order_depth_first(stages: tuple[int, ...], rounds: list[range]) -> tuple[Order, Order]:
-    """Return (forwards, backwards) of one rank in depth-first order, each a list of (micro-batch, stage): the
+def order_depth_first(stages: tuple[int, ...], rounds: list[range]) -> tuple[Integers, Integers]:
+    """Return (forwards, backwards) of one rank in depth-first order, each [passes, 2], micro-batch and stage: the
     micro-batches of a round pass through all stages of the rank before the micro-batches of the next round start.
     Backwards take the stages in descending order.
 
@@ -119,4 +105,4 @@ def order_depth_first(stages: tuple[int, ...], rounds: list[range]) -> tuple[Ord
     """
     forwards = [(m, stage) for taken in rounds for stage in stages for m in taken]
     backwards = [(m, stage) for taken in rounds for stage in reversed(stages) for m in taken]
-    return forwards, backwards
+    return np.array(forwards), np.array(backwards)

@@ -46,7 +46,7 @@ class PhraseWriter:
         """Append the steps that the text `phrase` describes, repeated `times` times (0 or less: none). Example: `F0
         F0&B1` is a forward of chunk 0 (stage 0 of this rank), then the next forward of chunk 0 overlapped with a
         backward of chunk 1."""
-        self._written += [_parse_phrase(phrase)] * times
+        self._written.append(np.tile(_parse_phrase(phrase), (max(0, times), 1)))
 
     def finish(self) -> None:
         """Assign micro-batches to all steps written so far, and pass the steps to the rank's builder. Call it once, at

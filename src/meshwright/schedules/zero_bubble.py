@@ -6,6 +6,8 @@ for equal times of forward (F), input gradient (I) and weight gradient (W). Cost
 
 from __future__ import annotations
 
+import numpy as np
+
 from meshwright.program.pipeline import Builder, PipelineProgram, place_cyclically
 
 
@@ -48,17 +50,8 @@ def _generate_zero_bubble(name: str, ranks: int, micro_batches: int, ahead: int)
     """
     program = Builder(name, ranks, micro_batches, (place_cyclically(ranks),))
     for rank in program.ranks:
-        warm_up, put_off, done = ahead * (ranks - 1 - rank.rank), ahead * rank.rank, 0
-        for m in range(min(warm_up, micro_batches)):
-            rank.forward(m)
-        for m in range(micro_batches):
-            draining = warm_up + m >= micro_batches
-            if not draining:
-                rank.forward(warm_up + m)
-            rank.input_gradient(m)
-            if draining or m >= put_off:
-                rank.weight_gradient(done)
-                done += 1
-        for m in range(done, micro_batches):
-            rank.weight_gradient(m)
+        warm_up = ahead * (ranks - 1 - rank.rank)
+        passes = np.stack([np.arange(micro_batches), np.full(micro_batches, rank.rank)], axis=1)
+        put_off = min(ahead * rank.rank, max(0, micro_batches - warm_up))  # no longer than there are forwards
+        rank.alternate(passes, passes, warm_up, put_off)
     return program.build()

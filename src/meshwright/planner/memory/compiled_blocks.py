@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property, lru_cache
-from importlib import resources
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.planner.cost.cached import cached_method
@@ -50,8 +50,7 @@ def _read_tables() -> Mapping[str, Any]:
     """Return the tables of compiled layers for the installed version of torch: of the latest version that is not newer,
     else of the oldest. `shapes` of the result is {buffer: [(its element type and shape, such as "rows
     tokens hidden", whose sizes are not computed yet; the condition)]}; `groups` {group: its buffers}."""
-    folder = resources.files("meshwright.planner.memory")
-    versions = {(int(found[1]), int(found[2])): each.name for each in folder.iterdir()
+    versions = {(int(found[1]), int(found[2])): each.name for each in Path(__file__).parent.iterdir()
                 if (found := _FILE.match(each.name))}  # fmt: skip
     older = [version for version in versions if version <= (installed_torch() or version)]
     file = read_packaged_toml(f"planner/memory/{versions[max(older, default=min(versions))]}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -202,6 +203,7 @@ def estimate_layout(problem: Problem, layout: Layout, step: StepPredictor | None
     return Estimate(problem, layout, time, memory, tuple(warnings))
 
 
+@lru_cache(maxsize=4)  # time and communication of an estimate
 def predict_step(problem: Problem, layout: Layout) -> StepPredictor:
     """Return the predictor of the step time of a layout for a planning problem."""
     return StepPredictor(problem, layout, measured_step_factors(problem.cluster, problem.precision, problem.engine))

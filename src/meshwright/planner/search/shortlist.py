@@ -38,8 +38,7 @@ class Shortlist:
     """
 
     def __init__(self, problem: Problem, screened: ScreenedLayouts, wanted: int) -> None:
-        self.problem, self.every = problem, screened
-        self.room = problem.usable_bytes
+        self.problem, self.every, self.room = problem, screened, problem.usable_bytes
         self.best: list[tuple[float, int, Layout]] = []
         self.difference: dict[int, float] = {}
         self.makespans = MakespanCache()
@@ -74,7 +73,7 @@ class Shortlist:
             seconds = self.seconds(at, layout)
             kind, ratio = int(self.kinds[at]), seconds / float(closed_form[at])
             if kind not in factors or abs(ratio / factors[kind] - 1) > 0.002:
-                alike = (self.kinds == kind) & (self.pending < np.inf)
+                alike = np.flatnonzero((self.kinds == kind) & (self.pending < np.inf))
                 self.pending[alike] = closed_form[alike] * ratio
                 if kind not in factors and abs(ratio - 1) > 0.002:  # compared with the corrected closed form
                     closed = seconds
@@ -97,9 +96,9 @@ class Shortlist:
         """Correct the closed-form memory of similar candidates by one exact prediction. The memory of all candidates
         with the schedule and recompute of candidate `index` is scaled by one factor, so that candidate `index` gets
         `exact` bytes. Candidates that are then too large are excluded."""
-        alike = self._memory == self._memory[index]
+        alike = np.flatnonzero(self._memory == self._memory[index])
         self._needed[alike] *= exact / self._needed[index]
-        self.pending[alike & (self._needed > self.room * DOUBT_ABOVE)] = np.inf
+        self.pending[alike[self._needed[alike] > self.room * DOUBT_ABOVE]] = np.inf
 
     def _kinds(self) -> Array:
         """Return one integer per candidate; equal integers mean that closed-form times have similar errors. Such
