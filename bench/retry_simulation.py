@@ -46,7 +46,7 @@ QUEUE = 64
 OVERLOAD, FALL = 6, 32
 """Arrivals of an overload, in multiples of the requests that run and wait, and least number of those after it. The
 first overload is five times as long, at least 15 s: that clients stay away is learnt."""
-SAMPLES, MOST_CYCLES = 20, 16
+SAMPLES, MOST_CYCLES = 20, 48
 """Probing clients of a case that are enough, and largest number of its cycles."""
 PROBE_SECONDS = 0.002
 """Shortest time between two attempts of a probing client."""
