@@ -18,11 +18,12 @@ from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.cost.step_time import StepPredictor
 from meshwright.planner.cost.traffic import predicted_traffic
 from meshwright.planner.hardware.cluster import cluster
+from meshwright.planner.memory import rank_memory
 from meshwright.planner.memory.ledger import ledger
-from meshwright.planner.memory.rank_memory import memory_of
 from meshwright.planner.memory.saved import saved_activations
 from meshwright.planner.models import adapted_model
 from meshwright.planner.problem import Problem, StageCandidate
+from meshwright.planner.search.estimate import predict_step
 from meshwright.planner.show.explain import explain
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
@@ -38,7 +39,7 @@ PROBLEM = Problem(CONFIG, cluster("2xh100-sxm"), SEQUENCE, 1)
 
 def forget_rows() -> None:
     """Empty the caches of the table and of what is computed from it."""
-    for cached in (tables._read_rows, tables._list_words, memory_of):
+    for cached in (tables._read_rows, tables._list_words, rank_memory._replay, predict_step):
         cached.cache_clear()
 
 
