@@ -140,8 +140,8 @@ class Rank:
 class Server:
     """A server in virtual time, and its clients."""
 
-    def __init__(self, case: Case, seed: int = 0) -> None:
-        self.case, self.draw, self.now, self.fell = case, random.Random(seed), 0.0, 0.0
+    def __init__(self, case: Case) -> None:
+        self.case, self.draw, self.now, self.fell = case, random.Random(0), 0.0, 0.0
         sizes = ServingSizes(max_length=4096, blocks=64 * 80)
         limits = QueueLimits(QUEUE)
         self.front = Replicas(RankPlan("", case.layout, sizes), LocalStarter(), limits=limits)
@@ -250,15 +250,15 @@ class Server:
             self.found.waits.append((promised, self.now - refused))
 
 
-def simulate(case: Case, samples: int = SAMPLES, cycles: int = MOST_CYCLES, load: float = 0.8, seed: int = 0) -> Found:
-    """Simulate cycles of ten times the capacity, then `load` times it, until `samples` clients have probed, or `cycles`
-    of them."""
-    server = Server(case, seed)
+def simulate(case: Case, samples: int = SAMPLES) -> Found:
+    """Simulate cycles of ten times the capacity, then 0.8 times it, until `samples` clients have probed, or
+    `MOST_CYCLES` of them."""
+    server = Server(case)
     capacity = server.measure_capacity(3 * server.room)
-    for cycle in range(cycles):
+    for cycle in range(MOST_CYCLES):
         count = OVERLOAD * server.room if cycle else max(5 * OVERLOAD * server.room, 150 * capacity)
         server.arrive(10 * capacity, count, case.returning)
-        server.fall(load * capacity)
+        server.fall(0.8 * capacity)
         if len(server.found.waits) >= samples:
             break
     return server.found

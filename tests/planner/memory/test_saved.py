@@ -27,7 +27,7 @@ FAMILIES = tuple({preset(name).family: name for name in reversed(TINY)}.values()
 RECOMPUTE = ("none", "selective", "full")
 DOCUMENTS = [[0, 5], [0, 9]]
 NOT_HOOKED = ("loss", "balance", "attention.first_visible")
-"""What functions keep without `save_for_backward`, and the roots of the backward pass."""
+"""Tensors that functions keep without `save_for_backward`, and the roots of the backward pass."""
 
 
 def model(name: str) -> ModelConfig:
