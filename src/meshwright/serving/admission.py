@@ -81,10 +81,9 @@ class AdmissionState:
         for (index, table), count in shared.items():
             owned[index, table] -= count
             prefix[table] += count
+        available, all_owned = self.available - sum(cached), [*owned.tolist(), prefix]
         all_remaining, all_most = [*self._remaining.tolist(), remaining], [*self._most.tolist(), most]
-        return AdmissionState(
-            self.available - sum(cached), self._tables, all_remaining, all_most, [*owned.tolist(), prefix]
-        )
+        return AdmissionState(available, self._tables, all_remaining, all_most, all_owned)
 
 
 class AnswerLengthRatio:

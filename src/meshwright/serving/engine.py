@@ -360,9 +360,8 @@ def build_engine(plan: RankPlan, mesh: Mesh) -> Engine:
     chosen, supported = plan.instruction_set, list_supported_instruction_sets()
     if chosen not in (None, PLAIN_TORCH, *supported):
         raise UserError(
-            f"rank {mesh.rank} on {socket.gethostname()} runs {', '.join(supported) or 'none of the kernels'}, but the "
-            f"server has chosen {chosen} for all ranks: run them on the same kind of processor, or set "
-            f"{INSTRUCTION_SET_VARIABLE} to what all of them run"
+            f"rank {mesh.rank} on {socket.gethostname()} runs {', '.join(supported) or 'no kernels'}, but the server "
+            f"has chosen {chosen}: use the same kind of processor, or set {INSTRUCTION_SET_VARIABLE} to what all run"
         )
     runner = build_runner(plan, mesh)
     scheduler = build_scheduler(runner.config, plan.sizes, groups=mesh.pp.size)

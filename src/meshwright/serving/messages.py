@@ -18,7 +18,7 @@ import struct
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack, closing, suppress
-from typing import Any
+from typing import Any, cast
 
 from pydantic_core import from_json, to_json
 
@@ -103,8 +103,7 @@ class Channel:
 
     def receive(self) -> Message:
         """Wait for the next message and return it."""
-        found: Message = from_json(self._read_exactly(_parse_size(self._read_exactly(_LENGTH_BYTES))))
-        return found
+        return cast(Message, from_json(self._read_exactly(_parse_size(self._read_exactly(_LENGTH_BYTES)))))
 
     def receive_ready(self, wait: bool) -> list[Message]:
         """Return all messages that have arrived, in order. If only a part of a message has arrived, wait for the whole

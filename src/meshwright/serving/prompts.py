@@ -11,14 +11,9 @@ from tokenizers import Tokenizer
 
 from meshwright.data.records.examples import ExampleEncoder
 from meshwright.data.records.template_inputs import Conversation
+from meshwright.data.tokenizers import special_tokens
 from meshwright.data.tokenizers.detokenizer import TokenBytes
 from meshwright.data.tokenizers.library import convert_library_errors, parse_tokenizer
-from meshwright.data.tokenizers.special_tokens import (
-    find_special_tokens,
-    make_template_encoder,
-    make_text_encoder,
-    read_special_tokens,
-)
 from meshwright.errors import UserError
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_reader import Reader
@@ -54,9 +49,10 @@ class Prompts:
         self.tokenizer, self.start, self.ends = tokenizer, start, frozenset(ends)
         self.vocabulary, self.max_length = vocabulary, max_length
         added = tokenizer.get_added_tokens_decoder()  # an end token may be an ordinary one, such as a newline
-        named = read_special_tokens(directory) | {added[each].content for each in {start, *self.ends} if each in added}
-        self._special = find_special_tokens(tokenizer, named)
-        self._encoder = make_text_encoder(tokenizer, self._special)
+        ends_and_start = {added[each].content for each in {start, *self.ends} if each in added}
+        named = special_tokens.read_special_tokens(directory) | ends_and_start
+        self._special = special_tokens.find_special_tokens(tokenizer, named)
+        self._encoder = special_tokens.make_text_encoder(tokenizer, self._special)
         self._longest_token = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
         self.token_bytes = TokenBytes(tokenizer)
         self._chat, turn_end, self._chat_problem = _load_chat(directory)
@@ -103,7 +99,7 @@ class Prompts:
         names: {special token: random name}. `encode` replaces each special token that the regular expression `pattern`
         finds (longer tokens first) by its random name, and then tokenizes the text. This copy of the tokenizer knows
         special tokens only by these names, so that ordinary text cannot spell one by accident."""
-        encoder, names = make_template_encoder(self.tokenizer, self._special)
+        encoder, names = special_tokens.make_template_encoder(self.tokenizer, self._special)
         longest_first = sorted(names, key=lambda token: (-len(token), token))
         return encoder, names, re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 

@@ -48,9 +48,8 @@ class Request:
         if min(self.tokens) < 0 or min(self.replayed, default=0) < 0:
             raise UserError(f"prompt: token ID {min(self.tokens + self.replayed)} should be 0 or more")
         if self.replayed and len(self.replayed) >= self.sampling.max_tokens:
-            raise UserError(
-                f"replayed: {len(self.replayed)} tokens should be fewer than max_tokens {self.sampling.max_tokens}"
-            )
+            most = self.sampling.max_tokens
+            raise UserError(f"replayed: {len(self.replayed)} tokens should be fewer than max_tokens {most}")
 
     @property
     def max_total_tokens(self) -> int:

@@ -225,9 +225,7 @@ def _check_logits(row: LogitRow) -> None:
     """Raise InvalidLogits if the highest logit of `row` is NaN or infinite, which is the case if any logit is NaN or
     +inf or all are -inf."""
     if not math.isfinite(row.highest):
-        raise InvalidLogits(
-            f"the model computed {row.highest} as a logit: its weights are damaged or the engine is at fault"
-        )
+        raise InvalidLogits(f"the model computed {row.highest} as a logit: damaged weights, or a fault of the engine")
 
 
 def _is_adjusted(sampling: Sampling, position: int) -> bool:
@@ -263,9 +261,7 @@ def _find_token(row: LogitRow, sampling: Sampling, uniform: float) -> int:
     if highest == -np.inf:  # every token is a stop token before `min_tokens`
         return 0
     if not highest < np.inf:
-        raise InvalidLogits(
-            f"the options turn a logit into {highest}: repetition_penalty {sampling.repetition_penalty}"
-        )
+        raise InvalidLogits(f"options turn a logit into {highest}: repetition_penalty {sampling.repetition_penalty}")
     kept = row.size
     if sampling.min_p > 0:
         kept = row.count_at_least(highest + np.float32(temperature * math.log(sampling.min_p)))

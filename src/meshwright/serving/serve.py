@@ -268,8 +268,7 @@ def _make_replicas(model: _Settings, options: dict[str, Any], log: Callable[[str
         model.device if info is None else options.get("device", "auto"),
         options.get("batch_invariant", False), *model.kernels,
     )  # fmt: skip
-    given = {"requests": options.get("queue_requests"), "seconds": options.get("queue_seconds")}
-    limits = QueueLimits(**{name: limit for name, limit in given.items() if limit is not None})
+    limits = QueueLimits(**{name: options[key] for name in QueueLimits._fields if (key := f"queue_{name}") in options})
     if info is None:
         return Replicas(plan, LocalStarter(), limits=limits, log=log)
     host = rendezvous.parse_host_and_port(info.method)[0]
@@ -314,9 +313,7 @@ def _describe_memory(ledger: ServingLedger, replicas: Replicas) -> dict[str, Any
     """Return the memory of all ranks together: {"predicted": {item: bytes}, "measured": {kind: bytes}, "total_gib":
     predicted total in GiB}. ledger: predicted memory. replicas: replicas whose ranks have reported their measured
     memory."""
-    measured: Counter[str] = Counter()
-    for hello in replicas.hellos.values():
-        measured.update(hello["memory"])
+    measured = sum((Counter[str](hello["memory"]) for hello in replicas.hellos.values()), Counter[str]())
     predicted = {**ledger.items(), "total": ledger.total}
     return {"predicted": predicted, "measured": dict(measured), "total_gib": ledger.total / GIB}
 

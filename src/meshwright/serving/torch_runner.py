@@ -161,9 +161,8 @@ class TorchRunner:
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
         tables, layers = block_tables(self.config, mesh.pp.size), self._stage.layers
         self._cache = PagedCache(self.config, tables, layers, sizes.blocks, kv_heads, dtype)
-        if sizes.resident:
-            for pair in self._cache.pairs:
-                pair.zero_()  # so that its memory is resident
+        for pair in self._cache.pairs if sizes.resident else ():
+            pair.zero_()  # so that its memory is resident
         self._tile = 1 if self.config.experts else TILE_TOKENS
         self._logit_rows = sizes.logit_rows if self._stage.last else 0
 

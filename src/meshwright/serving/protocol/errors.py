@@ -41,8 +41,7 @@ class ApiError(Exception):
     ) -> None:  # fmt: skip
         """Create the error; arguments: see the class."""
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers = headers
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
 
     def to_json(self) -> bytes:
         """Return the JSON body of the error response, in OpenAI's form."""
