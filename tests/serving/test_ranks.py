@@ -69,8 +69,22 @@ def share_addresses(place: Path) -> list[str]:
     return [*found, str(replica)]
 
 
-def test_replicas_share_the_address_of_their_first_rank_without_waiting_for_each_other(tmp_path: Path):
+def receive_plan(plan: RankPlan) -> RankPlan:
+    """The settings with which this rank serves, which it has got from rank 0 without pickle, as a pickle is code."""
+    received = list[RankPlan]()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        join_by_pool(monkeypatch)
+        for name in ("_pickler", "_unpickler"):  # of objects that torch.distributed sends
+            monkeypatch.setattr(dist.distributed_c10d, name, None)
+        monkeypatch.setattr(ranks, "serve_mesh", lambda plan, mesh, replica: received.append(plan))
+        ranks.serve_joined(plan if dist.get_rank() == 0 else None, "cpu")
+    return received[0]
+
+
+def test_ranks_share_settings_without_pickle_and_replicas_the_address_of_their_first_rank(tmp_path: Path):
+    plan = RankPlan("modèle", "tp2:nosp pp2", ServingSizes(8, 4, 100, blocks=3), plain_torch='no "g++"')
     with LocalRanks(4) as pool:
+        assert pool.run(receive_plan, plan) == [plan] * 4
         for first, second, replica in pool.run(share_addresses, tmp_path):
             assert (first, second) == ("unix:first", f"tcp:host-{replica}:0")
 
@@ -79,10 +93,15 @@ def wait_for_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks.share_address("", Mesh.create(Layout.parse("tp2:nosp"), timeout_seconds=60.0))
 
 
-def wait_for_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("read_rendezvous_info", "connect_to_store", "initialise_process_group"):  # done by the pool
+def join_by_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the rendezvous out: the pool has started torch.distributed."""
+    for name in ("read_rendezvous_info", "connect_to_store", "initialise_process_group"):
         monkeypatch.setattr(ranks.rendezvous, name, lambda *given: None)
     monkeypatch.setattr(ranks, "agree_on_device", lambda *given: "cpu")
+
+
+def wait_for_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    join_by_pool(monkeypatch)
     ranks.serve_joined(None, "cpu")
 
 

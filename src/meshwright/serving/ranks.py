@@ -16,6 +16,7 @@ import time
 import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_json
 
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
@@ -33,8 +34,9 @@ from meshwright.terminal import print_message
 JOIN_SECONDS = 300.0
 """Time limit of the rendezvous of ranks that torchrun or SLURM started."""
 LEADER_SITE = "serving.leader"
-ADDRESS_BYTES = 512
-"""Largest size of a listener's address: the names of hosts have at most 253 bytes."""
+SHARED_BYTES = 1 << 16
+"""Size of a text that ranks broadcast, filled with spaces: a `RankPlan` as JSON, of which a path may take 24,576 bytes
+(4,096, escaped), or a listener's address."""
 _REQUESTS = TypeAdapter(Request)
 
 
@@ -59,14 +61,14 @@ def serve_joined(plan: RankPlan | None, device: str) -> None:
     store = rendezvous.connect_to_store(where, JOIN_SECONDS)
     device = _set_device(agree_on_device(device, where, store))
     rendezvous.initialise_process_group(where, store, device, JOIN_SECONDS)
-    shared = [plan]
+    shared = torch.tensor([*to_json(plan).ljust(SHARED_BYTES)], dtype=torch.uint8, device=device)
     try:
-        dist.broadcast_object_list(shared)
+        dist.broadcast(shared, 0)
+        plan = TypeAdapter(RankPlan).validate_json(bytes(shared.tolist()))
     except RuntimeError as error:  # of the process group: a connection is closed, or the time limit has passed
         raise RankLost("a rank ended or timed out before rank 0's settings reached all; see their output") from error
-    assert shared[0] is not None
-    mesh = Mesh.create(Layout.parse(shared[0].layout), device, timeout_seconds=shared[0].collective_seconds)
-    serve_mesh(shared[0], mesh, mesh.dp.rank)
+    mesh = Mesh.create(Layout.parse(plan.layout), device, timeout_seconds=plan.collective_seconds)
+    serve_mesh(plan, mesh, mesh.dp.rank)
 
 
 def serve_mesh(plan: RankPlan, mesh: Mesh, replica: int) -> None:
@@ -79,8 +81,7 @@ def serve_mesh(plan: RankPlan, mesh: Mesh, replica: int) -> None:
     began = time.perf_counter()
     engine: Engine = pkgutil.resolve_name(plan.engine)(plan, mesh)
     about = {**engine.properties(), "seconds": time.perf_counter() - began}
-    peers = mesh.tp.size * mesh.pp.size
-    rank = mesh.pp.rank * mesh.tp.size + mesh.tp.rank
+    peers, rank = mesh.tp.size * mesh.pp.size, mesh.pp.rank * mesh.tp.size + mesh.tp.rank
     front = Channel.connect(plan.front, plan.secret)
     gc.freeze()  # a full collection would look through all modules, for 0.1 s between two tokens
     front.send(encode({"hello": {"replica": replica, "rank": rank, "start": plan.start, "pid": os.getpid(), **about}}))
@@ -102,10 +103,10 @@ def share_address(address: str, mesh: Mesh) -> str:
     Collective over the tp and pp axes of `mesh`: the ranks wait here for the slowest to load the model, at most for the
     time limit of a collective call (`Mesh.create`; `JOIN_SECONDS` if torchrun or SLURM started one replica alone).
     Raises RankLost if one of them is lost."""
-    shared = torch.tensor([*address.encode().ljust(ADDRESS_BYTES, b"\0")], dtype=torch.uint8, device=mesh.device)
+    shared = torch.tensor([*address.encode().ljust(SHARED_BYTES)], dtype=torch.uint8, device=mesh.device)
     for axis in (mesh.pp, mesh.tp):  # to the first tp rank of each stage, and from it to the others
         collectives.broadcast(shared, axis, LEADER_SITE)
-    return bytes(shared.tolist()).rstrip(b"\0").decode()
+    return bytes(shared.tolist()).decode().rstrip()
 
 
 def _set_device(device: str) -> str:
