@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -302,6 +303,28 @@ def test_early_response_to_expect_continue_closes_connection(address: tuple[str,
         assert connection.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
         connection.sendall(body)
         assert read_all(connection).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("header", ["Connection: keep-alive", "Expect: 100-continue"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_response_to_http_1_0_has_no_chunks_and_ends_with_the_connection(
+    address: tuple[str, int], stream: bool, header: str
+):
+    """Nor has it interim responses. Old proxies and `ab` send HTTP/1.0."""
+    body = json.dumps({"prompt": "x", "max_tokens": 3, "seed": 1, "stream": stream}).encode()
+    with socket.create_connection(address) as connection:
+        connection.sendall(post(body, None, header, "X-Request-Id: r").replace(b"HTTP/1.1", b"HTTP/1.0"))
+        head, _, content = read_all(connection).partition(b"\r\n\r\n")
+    fields = dict(line.split(b": ", 1) for line in head.lower().split(b"\r\n")[1:])
+    assert head.split()[1] == b"200" and fields[b"connection"] == b"close" and b"transfer-encoding" not in fields
+    assert fields.get(b"content-length") == (None if stream else str(len(content)).encode())
+    modern = httpx.post(f"http://{address[0]}:{address[1]}/v1/completions", content=body, headers={"x-request-id": "r"})
+    assert (modern.headers.get("transfer-encoding") == "chunked") is stream
+    assert without_times(content) == without_times(modern.content)
+
+
+def without_times(content: bytes) -> bytes:
+    return re.sub(rb'"created":\d+', b"", content)
 
 
 def test_low_limit_on_open_files_is_reported(monkeypatch: pytest.MonkeyPatch):

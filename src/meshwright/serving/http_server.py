@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import uvicorn
 from starlette.responses import Response
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from meshwright.errors import RankLost, UserError
 from meshwright.launcher.signals import StopSignals
@@ -60,8 +60,7 @@ class _LingeringTransport:
     response.
 
     `close` shuts down the sending side only if the client is still sending (attribute `unread`); data that then arrive
-    are read and discarded for up to `LINGER_SECONDS`.
-    """
+    are read and discarded for up to `LINGER_SECONDS`."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         """Wrap `transport`, an asyncio transport."""
@@ -93,6 +92,15 @@ class _LingeringTransport:
             asyncio.get_running_loop().call_later(LINGER_SECONDS, self._transport.abort)
 
 
+class _UnchunkedCycle(RequestResponseCycle):
+    """uvicorn's state of an HTTP/1.0 request, whose response has no chunks: its body ends with the connection."""
+
+    async def send(self, message: Any) -> None:
+        """Send the response's headers, or the next part of its body, as the ASGI `message` says."""
+        self.chunked_encoding, self.expected_content_length = False, len(message.get("body", b""))
+        await super().send(message)
+
+
 _Connections = dict["_LimitedProtocol", float]  # with their start times, the oldest first
 
 
@@ -100,7 +108,7 @@ class _LimitedProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol for one connection, with limits on header bytes and on the time that a client may neither
     send nor read.
 
-    arguments: arguments of uvicorn's protocol. crowded: True to close the connection after each response, because many
+    given: arguments of uvicorn's protocol. crowded: True to close the connection after each response, because many
     connections are open. refuse: None to accept the connection; otherwise a function that returns the response with
     which any request but a health check is refused. group: the server's open connections of the same kind (accepted or
     refused), to which the connection adds itself.
@@ -111,14 +119,11 @@ class _LimitedProtocol(HttpToolsProtocol):
     """
 
     deadline = write_deadline = math.inf
-    _unsent_bytes = _header_bytes = 0  # of responses, at the last check; of the request
-    _unparsed_bytes = 0  # upper bound, since the last complete part of a request
+    _unsent_bytes = _header_bytes = _unparsed_bytes = 0  # of responses; of the request; since its last complete part
 
-    def __init__(
-        self, *arguments: Any, crowded: bool, refuse: Callable[[], Response] | None, group: _Connections
-    ) -> None:
+    def __init__(self, *given: Any, crowded: bool, refuse: Callable[[], Response] | None, group: _Connections) -> None:
         """Start without a connection; arguments: see the class."""
-        super().__init__(*arguments)
+        super().__init__(*given)
         self._crowded, self._refuse, self._group = crowded, refuse, group
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -218,14 +223,15 @@ class _LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Start to handle the request, which has no deadline from now on.
 
-        The connection closes after the response in three cases: many connections are open; the client sent `Expect:
-        100-continue` (after an early response it may or may not send the body); or it asks for another protocol (its
-        body would be parsed as the next request).
-        """
+        The connection closes after the response in four cases: many connections are open; HTTP/1.0; the client sent
+        `Expect: 100-continue` (after an early response it may or may not send the body); or it asks for another
+        protocol (its body would be parsed as the next request)."""
         self._unparsed_bytes = 0
         super().on_headers_complete()
         self._set_deadline(math.inf)
         self.cycle.keep_alive &= not (self._crowded or self.expect_100_continue or self.parser.should_upgrade())
+        if self.scope["http_version"] == "1.0":
+            self.cycle.__class__, self.cycle.waiting_for_100_continue = _UnchunkedCycle, False
         self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]
 
     def on_body(self, body: bytes) -> None:
@@ -273,11 +279,9 @@ class _Server(uvicorn.Server):
     """uvicorn server with a limit on connections; signals are left to `serve_http`.
 
     config: uvicorn's settings. limit: number of connections that are served at once. refuse: returns the response (429)
-    for a connection beyond `limit`. The treatment of a new connection depends on the number of open connections. From
-    `limit` / 2 on: the connection is closed after each response (no keep-alive). Beyond `limit`: it is refused. From 2
-    * `limit` on: it waits in the kernel's backlog, and refused connections that were silent for `CROWDED_SECONDS` are
-    aborted.
-    """
+    for a connection beyond `limit`. A new connection is treated by the number of open ones. From `limit` / 2 on: it is
+    closed after each response (no keep-alive). Beyond `limit`: it is refused. From 2 * `limit` on: it waits in the
+    kernel's backlog, and refused connections that were silent for `CROWDED_SECONDS` are aborted."""
 
     def __init__(self, config: uvicorn.Config, limit: int, refuse: Callable[[], Response]) -> None:
         """Create the server without starting it; arguments: see the class."""
