@@ -7,9 +7,9 @@ import asyncio
 import math
 import time
 from bisect import bisect_left
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from typing import Any
 
 from meshwright.serving.admission import AnswerLengthRatio
@@ -24,9 +24,11 @@ PREDICTION_SECONDS, PREDICTION_SHARE = 0.02, 0.02
 MAX_PREDICTED = 256
 """Number of ends that are predicted one by one; the time of more is proportional to their number."""
 
-TIMES_PREDICTED = 10.0
-"""Multiple of its predicted time up to which a step does not count as hanging."""
-
+TIMES_PREDICTED, TIMES_MEASURED = 10.0, 4.0
+"""Multiple of its predicted time up to which a step does not count as hanging; multiple of the largest measured step's
+tokens and keys up to which a prediction is trusted, far below the former, as times are at most proportional to both."""
+FIRST_STEP_SECONDS = 60.0
+"""Least time limit of a step while no step has been measured."""
 MAX_DOUBLINGS = 4
 """How often the time limit of a step may be doubled, so that a rank that hangs is found."""
 
@@ -75,7 +77,10 @@ class Replica:
         peers: {rank: connection} of its ranks.
         ready: True if it accepts requests.
         has_served: True if it has generated a token since its ranks were started.
+        removed: Streams that have ended, one list for each of the last steps; a step in progress may still compute
+            them.
         last_message: Time of the last message from its ranks, in seconds of `time.monotonic`.
+        silent: Seconds since then in which it had requests and this process ran.
         report: Figures of its last step, from `Engine.report`.
         totals: {name: sum since the server's start}. Figures that `report` counts too (`COUNTERS`), such as
             prefix-cache hits, are summed here over earlier starts of the ranks only; `stats` adds the count of the
@@ -83,6 +88,7 @@ class Replica:
         cached_hashes: Hashes of KV blocks that its prefix cache probably holds, the least recently used first (keys;
             values None).
         step_times: Predictor of step times.
+        most_tokens, most_keys: Largest number of tokens, and of keys (`StepTimes`), of a measured step.
         answer_lengths: Predictor of answer lengths.
         starts: Number of starts of its ranks that have ended.
         hangs: Number of times that a step exceeded its time limit since the last completed step.
@@ -96,18 +102,24 @@ class Replica:
         self.index, self.groups, self.starts, self.hangs = index, groups, 0, 0
         self.totals: defaultdict[str, float] = defaultdict(float)
         self.step_times, self.answer_lengths, self.lost_since = StepTimes(), AnswerLengthRatio(), math.inf
+        self.most_tokens = self.most_keys = 0
         self._reset_start()
 
     def _reset_start(self) -> None:
         """Set the attributes that concern the present rank processes, such as connections and streams, to their initial
         values: no rank process has been started."""
         self.streams: dict[str, Stream] = {}
+        self.removed = deque[list[Stream]](([] for _ in range(self.groups + 1)), self.groups + 1)
         self.peers: dict[int, asyncio.StreamWriter] = {}
         self.cached_hashes: OrderedDict[bytes, None] = OrderedDict()
         self.report: dict[str, Any] = {}
         self.lost: asyncio.Future[str] | None = None
         self.ready, self.has_served, self.ready_since = False, False, math.inf
-        self.last_message, self._valid = 0.0, -math.inf  # end of the time in which a prediction is reused
+        self.last_message, self.silent, self._valid = (
+            0.0,
+            0.0,
+            -math.inf,
+        )  # end of the time in which a prediction is reused
         self._ends = list[float]()  # the prediction
 
     def mark_lost(self, reason: str) -> None:
@@ -130,7 +142,8 @@ class Replica:
     def take_report(self, report: dict[str, Any]) -> None:
         """Store the figures of a step and update the model of step times. report: dictionary of `Engine.report`,
         extended by `seconds`, the duration of the step."""
-        self.last_message, self.report = time.monotonic(), report
+        self.last_message, self.silent, self.report = time.monotonic(), 0.0, report
+        self.removed.append([])
         seconds, tokens, keys = report["seconds"], report.get("tokens", 0), report.get("context", 0)
         if seconds and tokens:
             self.hangs = 0
@@ -138,6 +151,7 @@ class Replica:
             self.totals["step_seconds"] += seconds
             self.totals["predicted_seconds"] += self.step_times.predict(tokens, keys)
             self.step_times.observe(seconds, tokens, keys)
+            self.most_tokens, self.most_keys = max(self.most_tokens, tokens), max(self.most_keys, keys)
 
     def stats(self) -> dict[str, float]:
         """Return the replica's figures by name; a missing key counts as 0.
@@ -180,15 +194,23 @@ class Replica:
 
     def compute_step_limit(self, seconds: float, budget: int) -> float:
         """Return the time limit of the present step in seconds, above which the replica counts as hanging. The limit is
-        the largest of three times: (1) `seconds`, doubled for each hang since the last completed step, at most
-        `MAX_DOUBLINGS` times; (2) ten times the predicted time of the longest step that the unfinished requests may
-        need; (3) the predicted time of computing the same tokens in steps of one token, because the prediction (2) may
-        be wrong for a step longer than any measured step. budget: maximum number of tokens of a step."""
-        lengths = [len(each.request.tokens) + len(each.tokens) for each in self.streams.values()]
-        tokens, longest = min(budget, sum(lengths)), max(lengths, default=0)
-        predicted = self.step_times.predict(tokens, tokens * longest)
-        one_by_one = tokens * self.step_times.predict(1, longest)
-        return max(seconds * 2.0 ** min(self.hangs, MAX_DOUBLINGS), TIMES_PREDICTED * predicted, one_by_one)
+        the largest of three times: (1) `seconds` (`FIRST_STEP_SECONDS` if that is longer and no step has been
+        measured), doubled for each hang since the last completed step, at most `MAX_DOUBLINGS` times; (2) ten times the
+        predicted time of the longest step that the requests may need now: a token of each that decodes, and the prompts
+        of the others; (3) the predicted time of computing the same tokens in steps of one token, because the prediction
+        (2) may be wrong for a step of more than `TIMES_MEASURED` times the tokens or keys of any measured step. budget:
+        maximum number of tokens of a step."""
+        streams = [*self.streams.values(), *chain(*self.removed)]
+        known = [(each, len(each.request.tokens) + len(each.tokens)) for each in streams]
+        # Of a request that does not decode yet, all tokens may be still to be computed.
+        tokens = min(budget, sum(1 if each.tokens and not each.losses else count for each, count in known))
+        longest = max((count for _, count in known), default=0)
+        unlike = tokens > TIMES_MEASURED * self.most_tokens or tokens * longest > TIMES_MEASURED * self.most_keys
+        return max(
+            (seconds if self.most_tokens else max(seconds, FIRST_STEP_SECONDS)) * 2.0 ** min(self.hangs, MAX_DOUBLINGS),
+            TIMES_PREDICTED * self.step_times.predict(tokens, tokens * longest),
+            unlike * tokens * self.step_times.predict(1, longest),
+        )
 
     def _estimate_work(self, stream: Stream, done: int) -> Work:
         """Return the predicted remaining work of the request of `stream` when `done` tokens of its answer have been

@@ -182,8 +182,7 @@ class Replicas:
         listener = messages.Listener(self._host, self.plan.secret)
         self._server = await listener.serve(self._listen_to_rank)
         self.plan = replace(self.plan, front=listener.address)
-        self._tasks = [asyncio.create_task(self._supervise(replica)) for replica in self._replicas]
-        self._tasks.append(asyncio.create_task(self._watch_steps()))
+        self._tasks = [*map(asyncio.create_task, (*map(self._supervise, self._replicas), self._watch_steps()))]
         await self._wait_for_state(lambda: all(replica.ready for replica in self._replicas))
         if self.failure is not None:
             raise self.failure
@@ -279,13 +278,15 @@ class Replicas:
         """Loop that marks a replica as lost if it has requests but reported no step within its time limit
         (`Replica.compute_step_limit`, at least the plan's `step_seconds`)."""
         seconds, budget = self.plan.step_seconds, self.plan.sizes.token_budget
+        interval = min(LOOK_SECONDS, seconds / 4)
         while True:
-            await asyncio.sleep(min(LOOK_SECONDS, seconds / 4))
+            await asyncio.sleep(interval)
             for each in self._replicas:
-                late = time.monotonic() - each.last_message
-                if each.ready and each.streams and late > seconds and late > each.compute_step_limit(seconds, budget):
-                    each.hangs += 1
-                    each.mark_lost(f"no step within {late:.3g} s")
+                if each.ready and each.streams:
+                    each.silent += interval  # without the time for which this process was stopped
+                    if each.silent > seconds and each.silent > each.compute_step_limit(seconds, budget):
+                        each.hangs += 1
+                        each.mark_lost(f"no step within {each.silent:.3g} s")
 
     # --- messages of the ranks
 
@@ -316,9 +317,8 @@ class Replicas:
         mine, others = (" ".join(str(each[name]) for name in SAME_ON_ALL_RANKS) for each in (hello, first))
         if mine != others:
             who, whom = (f"rank {each['rank']} of replica {each['replica']}" for each in (hello, first))
-            advice = "run all ranks on the same kind of processor with the same version"
-            text = f"{who} computes with {mine}, {whom} with {others}: answers would depend on the replica; {advice}"
-            self._mark_failed(UserError(text))
+            text = f"{who} computes with {mine}, {whom} with {others}: answers would depend on the replica"
+            self._mark_failed(UserError(f"{text}; run all ranks on the same kind of processor with the same version"))
             return
         self.hellos[replica.index, hello["rank"]] = hello
         replica.peers[hello["rank"]] = writer
@@ -378,6 +378,7 @@ class Replicas:
         self._streams.pop(stream.request.id, None)
         if stream.replica is not None:
             stream.replica.streams.pop(stream.request.id, None)
+            stream.replica.removed[-1].append(stream)
         if stream.deadline is not None:
             stream.deadline.cancel()
 
