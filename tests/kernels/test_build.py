@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import re
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from meshwright.errors import UserError
 from meshwright.kernels import build
 from meshwright.kernels.build import KernelsUnavailable
 from meshwright.kernels.choice import load_kernels, open_kernels
@@ -32,6 +35,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return script
 
 
@@ -131,6 +135,38 @@ def test_damaged_file_is_built_again(compiler: Path, damage: str):
     assert {path.suffix for path in library.parent.iterdir()} == {".so", ".sha256", ".lock"}
 
 
+def make_places_unusable(directory: Path) -> None:
+    """The cache cannot be written, and all users may write to the directory of temporary files."""
+    (directory / "cache").write_text("a file")
+    build.get_temporary_directory().mkdir()
+    build.get_temporary_directory().chmod(0o777)
+
+
+def test_library_is_kept_in_a_private_directory_where_the_cache_cannot_be_written(compiler: Path):
+    (compiler.parent / "cache").write_text("a file")
+    assert build.find_uncached(["avx2"]) == ["avx2"]
+    lines, kept = list[str](), build.get_temporary_directory()
+    built = build.build("avx2", lines.append)
+    place = re.escape(str(compiler.parent / "cache" / "meshwright" / "kernels"))
+    assert re.match(
+        rf"{place} cannot be written \(Not a directory\): the compiled kernels are kept in {kept}$", lines[0]
+    )
+    assert built[0].parent == kept and kept.stat().st_mode & 0o777 == 0o700 and len(lines) == 3
+    assert build.build("avx2", lines.append) == built and build.find_uncached(["avx2"]) == []
+    assert count_calls(compiler) == 1 and len(lines) == 3
+    kept.rename(moved := kept.with_name("moved"))
+    kept.symlink_to(moved)  # by another user
+    assert build.find_uncached(["avx2"]) == ["avx2"]
+
+
+def test_rank_that_cannot_use_the_chosen_kernels_does_not_compute_without(compiler: Path):
+    if not (supported := build.list_supported_instruction_sets()):
+        pytest.skip("no kernels for this processor")
+    compiler.unlink()
+    with pytest.raises(UserError, match=rf"^the chosen {supported[0]} kernels cannot be used here: there is no C\+\+"):
+        load_kernels(supported[0])
+
+
 @pytest.mark.parametrize(
     ("prepare", "reason"),
     [
@@ -143,7 +179,10 @@ def test_damaged_file_is_built_again(compiler: Path, damage: str):
             r"compiler ended with exit code 4 \(k.cpp: error: no memory\)",
         ),
         (lambda path: path.write_text("#!/no/such/shell\n"), "No such file"),
-        (lambda path: (path.parent / "cache").write_text("a file"), "Not a directory"),
+        (
+            lambda path: make_places_unusable(path.parent),
+            "cache/.* cannot be written .*, and other users may write to ",
+        ),
     ],
     ids=["none", "fails", "cannot compile", "not executable", "no place"],
 )

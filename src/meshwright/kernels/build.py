@@ -12,11 +12,12 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SOURCES = tuple(sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".cpp", ".h")))
@@ -103,31 +104,39 @@ def compute_version(compiler: str, instruction_set: str) -> str:
     return digest.hexdigest()
 
 
+def get_temporary_directory() -> Path:
+    """Return the directory of compiled kernels where the cache directory cannot be written: this user's, in the
+    system's directory of temporary files."""
+    return Path(tempfile.gettempdir()) / f"meshwright-kernels-{os.geteuid()}"
+
+
 def find_uncached(instruction_sets: Sequence[str]) -> list[str]:
     """Return those of `instruction_sets` whose library `build` would compile, in their order: the cache has no
     undamaged one. Raises KernelsUnavailable if the compiler is missing or does not run."""
     compiler = find_compiler()
-    return [name for name in instruction_sets if not _is_intact(_get_library_path(compute_version(compiler, name)))]
+    return [name for name in instruction_sets if _find_library(compute_version(compiler, name)) is None]
 
 
 def build(
     instruction_set: str, log: Callable[[str], None] = lambda line: None, count: tuple[int, int] = (1, 1)
 ) -> tuple[Path, str]:
     """Compile the kernels for `instruction_set` to a shared library, unless the cache has an undamaged one. Return
-    (path of the library, its version from `compute_version`).
+    (path of the library, its version from `compute_version`). Where the cache directory cannot be written, the library
+    is kept in `get_temporary_directory`.
 
-    log: called with one line before and one after compiling, or with one before waiting for another process that
-    compiles. count: (number, total) of this library among those that the caller compiles one after another, for `log`.
-    Raises KernelsUnavailable if the compiler fails or the library cannot be written.
+    log: called with one line before and one after compiling, with one before waiting for another process that compiles,
+    and with one where the cache directory cannot be written. count: (number, total) of this library among those that
+    the caller compiles one after another, for `log`. Raises KernelsUnavailable if the compiler fails or the library
+    cannot be written.
     """
     compiler = find_compiler()
     version = compute_version(compiler, instruction_set)
-    library = _get_library_path(version)
-    if not _is_intact(library):
+    library = _find_library(version)
+    if library is None:
         kernels = f"CPU kernels for {format_instruction_set(instruction_set)}"
         place = " ({} of {})".format(*count) if count[1] > 1 else ""
         with _convert_errors():
-            library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            library = _make_directory(log) / f"{version}.so"
             with _lock(library.with_suffix(".lock"), log):
                 if not _is_intact(library):  # no other process has compiled it meanwhile
                     log(f"compiling {kernels}{place}, once for this version ...")
@@ -142,9 +151,35 @@ def format_instruction_set(name: str) -> str:
     return name.upper().replace("_", "-")
 
 
-def _get_library_path(version: str) -> Path:
-    """Return the path that the compiled library of `version` (from `compute_version`) has in the cache."""
-    return get_cache_directory() / f"{version}.so"
+def _find_library(version: str) -> Path | None:
+    """Return the path of an undamaged library of `version` (from `compute_version`); None if there is none."""
+    directories = [get_cache_directory(), *filter(_is_private, [get_temporary_directory()])]
+    return next((path for path in (each / f"{version}.so" for each in directories) if _is_intact(path)), None)
+
+
+def _make_directory(log: Callable[[str], None]) -> Path:
+    """Create the cache directory and return its path. If it cannot be written, create the one for temporary files
+    instead, and call `log` with one line. Raises KernelsUnavailable if another user may write there."""
+    directory, temporary = get_cache_directory(), get_temporary_directory()
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+        return directory
+    except OSError as error:
+        reason = f"{directory} cannot be written ({error.strerror})"
+    temporary.mkdir(mode=0o700, exist_ok=True)
+    if not _is_private(temporary):
+        raise KernelsUnavailable(f"{reason}, and other users may write to {temporary}")
+    log(f"{reason}: the compiled kernels are kept in {temporary}")
+    return temporary
+
+
+def _is_private(directory: Path) -> bool:
+    """Return True if `directory` is a directory, no link, that belongs to this user and that nobody else may write."""
+    with suppress(OSError):
+        status = directory.lstat()
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
+    return False
 
 
 @contextmanager

@@ -33,15 +33,19 @@ _PROCESSOR_FIELDS = ("vendor_id", "cpu family", "model", "model name", "stepping
 
 
 def load_kernels(instruction_set: str | None = None) -> Kernels | None:
-    """Load the compiled library for an instruction set; build it first if necessary. Return None if the library cannot
-    be used (no compiler, no supported instruction set, or a failed build).
+    """Load the compiled library for an instruction set; build it first if necessary.
 
     instruction_set: "amx", "avx512_bf16", "avx512" or "avx2"; None: the instruction set in the environment variable
-    `INSTRUCTION_SET_VARIABLE` or, if it is not set, the fastest on this processor."""
+    `INSTRUCTION_SET_VARIABLE` or, if it is not set, the fastest on this processor.
+
+    If the library cannot be used (no compiler, no supported instruction set, or a failed build), returns None without
+    `instruction_set`; else raises UserError, as whoever chose it does not compute in plain torch either."""
     try:
         return open_kernels(instruction_set)
-    except KernelsUnavailable:
-        return None
+    except KernelsUnavailable as error:
+        if instruction_set is None:
+            return None
+        raise UserError(f"the chosen {instruction_set} kernels cannot be used here: {error}") from None
 
 
 def open_kernels(instruction_set: str | None = None, log: Callable[[str], None] = lambda line: None) -> Kernels:
