@@ -52,12 +52,15 @@ async def schema(server: Server, client: Client, options: argparse.Namespace) ->
     command += ["--request-timeout", "60", "--max-time", str(round(60 * options.schema_minutes))]
     status, output = await asyncio.to_thread(run_program, command, 60 * options.schema_minutes + 300)
     errors = sorted(set(re.findall(r"\[(5\d\d)\]", output)))
+    counts = re.search(r"Selected: (\d+)/(\d+)\s+Tested: (\d+)", output)
+    selected, every_operation, tested = (0, 1, 0) if counts is None else map(int, counts.groups())
     return {
         "exit_status": status,
+        "operations_tested": tested,
         "server_errors": errors,
         "summary": output[-1500:],
         "after": await settled(client, every),
-        "passed": status == 0 and not set(errors) - {"503"},
+        "passed": status == 0 and not set(errors) - {"503"} and selected == every_operation == tested,
     }
 
 
