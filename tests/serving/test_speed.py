@@ -116,6 +116,13 @@ def test_prompts_beyond_the_budget_of_a_step_delay_no_end_of_decoding_sequences(
     )
 
 
+def test_each_step_of_a_pipeline_ends_sequences_of_one_group():
+    """Three stages, steps of a second: six sequences with one token left end two a step, not all with the third."""
+    times = StepTimes()
+    times.observe(1.0, 1, 1)
+    assert times.predict_ends([Work(0, 1)] * 6, 8, 100, groups=3) == pytest.approx([1, 1, 2, 2, 3, 3])
+
+
 def replica_with_queue(prompt: int, running: int = 4, queued: int = 3) -> Replica:
     """A replica of known speed that runs `running` sequences and queues `queued` prompts."""
     replica, numbers = Replica(0), random.Random(0)

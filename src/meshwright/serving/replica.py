@@ -115,11 +115,8 @@ class Replica:
         self.report: dict[str, Any] = {}
         self.lost: asyncio.Future[str] | None = None
         self.ready, self.has_served, self.ready_since = False, False, math.inf
-        self.last_message, self.silent, self._valid = (
-            0.0,
-            0.0,
-            -math.inf,
-        )  # end of the time in which a prediction is reused
+        self.last_message = self.silent = 0.0
+        self._valid = -math.inf  # end of the time in which a prediction is reused
         self._ends = list[float]()  # the prediction
 
     def mark_lost(self, reason: str) -> None:

@@ -76,26 +76,29 @@ class StepTimes:
     def predict_ends(self, requests: Iterable[Work], places: int, prompt_tokens: int, groups: int = 1) -> list[float]:
         """Return the predicted seconds until requests end, ascending.
 
-        The prediction assumes that each running sequence decodes one token in every `groups` steps, that prompts are
+        The prediction assumes that each running sequence decodes one token in every `groups` steps, one group after the
+        other and each with about as many sequences, that prompts are
         computed one after the other with the decoding sequences, and that a sequence that ends lets the next request
         start. requests: remaining work of the requests, those that decode already first. places: maximum number of
         sequences that run at a time. prompt_tokens: maximum number of prompt tokens of a step. groups: number of groups
         (pipeline stages) among which the sequences are divided; a step computes one group.
         """
         a, b, c = self.coefficients
-        running, ends, free = list[int](), list[int](), 0.0  # in rounds of `groups` steps; `running` is a heap
+        running, ends, free = list[float](), list[float](), 0.0  # in rounds of `groups` steps; `running` is a heap
         changes: list[tuple[float, float]] = []  # (round, change of the seconds of a round)
         for prompt, answer, context in requests:
-            begin = heapq.heappop(running) if len(running) >= max(1, places) else 0
+            new = len(running) < max(1, places)
+            begin = (1 + len(running) % groups) / groups - 1 if new else heapq.heappop(running)
             if prompt:
                 start, free = max(begin, free), max(begin, free) + prompt / (prompt_tokens * groups)
                 cost = prompt_tokens * groups * (b + c * (context + prompt / 2))
                 changes += (start, cost), (free, -cost)
-                begin, answer = math.ceil(free), answer - 1  # the last step of the prompt samples the first token
+                # The last step of the prompt samples the first token.
+                begin, answer = math.ceil(free * groups) / groups, answer - 1
             cost = b + c * (context + prompt + answer / 2)
             changes += (begin, cost), (begin + answer, -cost)
             ends.append(begin + answer)
             heapq.heappush(running, begin + answer)
         rounds, costs = np.array(sorted(changes)).T
         seconds = np.append(0.0, np.cumsum((groups * a + np.cumsum(costs)[:-1]) * np.diff(rounds)))
-        return np.interp(sorted(ends), rounds, seconds).tolist()
+        return (np.interp(sorted(ends), rounds, seconds) - np.interp(0.0, rounds, seconds)).tolist()
