@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import device_option, file_option, json_option, result_printer, write_file
+from meshwright.cli.plumbing import device_option, json_option, output_option, result_printer, write_file
 from meshwright.errors import UserError
 
 
@@ -20,7 +20,7 @@ from meshwright.errors import UserError
 )
 @click.option("--ranks", type=click.IntRange(min=1), help="Processes.  [default: one per GPU, 2 without GPUs]")
 @device_option
-@file_option(
+@output_option(
     "--output", help="Cluster file to write.  [default: ~/.config/meshwright/cluster.toml, the one that `this` names]"
 )
 @click.option(
