@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from pathlib import Path
 
 import click
@@ -73,8 +73,13 @@ def _check_writable(path: Path, make: bool) -> None:
         raise UserError(f"cannot make {path.parent}: {error.strerror}; name a file with --output") from None
     if not path.parent.is_dir():
         raise UserError(f"--output: there is no directory {path.parent}")
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UserError(f"cannot write {path}: {'it is a directory' if path.is_dir() else 'permission denied'}")
+    if path.is_dir():
+        raise UserError(f"cannot write {path}: it is a directory")
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix="."):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _format_file_header(seconds: float) -> list[str]:
