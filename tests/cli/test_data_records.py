@@ -145,12 +145,16 @@ SERVER = ("--url", "http://127.0.0.1:1/v1", "--model", "m", "--tries", "1")
         (("vary", "chats.jsonl", "--method", "self-instruct", *SERVER, "--output", "x"), "Connection refused"),
         (("vary", "chats.jsonl", "--method", "evolinstruct", *SERVER, "--output", "x"), 'did you mean "evol-instruct"'),
         (("label", "chats.jsonl", *SERVER, "--key-variable", "NO_SUCH", "--output", "x"), "NO_SUCH is not set"),
-        (("label", "chats.jsonl", *SERVER, "--output", "x", "--journal", "chats.jsonl"), "not a journal of requests"),
+        (("label", "chats.jsonl", *SERVER, "--output", "x", "--journal", "chats.jsonl"), "RECORDS is the same file"),
         (
             ("label", "chats.jsonl", "--url", "localhost", "--model", "m", "--output", "x"),
             "not the address of a server",
         ),
         (("label", "chats.jsonl", "--model", "m", "--output", "x"), "--url is missing"),
+        (("export", "chats.jsonl", "--to", "doccano", "--output", "./chats.jsonl"), "RECORDS is the same file"),
+        (("balance", "chats.jsonl", "--html", "chats.jsonl"), "FILE... is the same file"),
+        (("vary", "chats.jsonl", "--method", "self-instruct", *SERVER, "--output", "chats.jsonl"), "SEEDS is the same"),
+        (("label", "chats.jsonl", *SERVER, "--output", "x", "--journal", "x"), "--journal is the same file"),
     ],
 )
 def test_user_mistake_is_one_line_exit_2_without_output(command_line, chats: Path, arguments, said: str):
@@ -160,3 +164,10 @@ def test_user_mistake_is_one_line_exit_2_without_output(command_line, chats: Pat
     line = outcome.errors.strip().splitlines()[-1]
     assert line.startswith("meshwright: error: ") and said in line
     assert chats.read_bytes() == before and not Path("x").exists()
+
+
+def test_file_that_is_no_journal_is_refused_and_kept(command_line, chats: Path):
+    Path("kept").write_text("text\n")
+    outcome = command_line("data", "label", "chats.jsonl", *SERVER, "--output", "x", "--journal", "kept")
+    assert outcome.code == 2 and "kept:1: not a journal of requests" in outcome.errors
+    assert Path("kept").read_text() == "text\n"

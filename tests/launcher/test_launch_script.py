@@ -199,6 +199,8 @@ def test_launch_errors_are_one_line(recipe, command_line):
         "--time needs --slurm": ["--torchrun", "--time", "1:00"],
         "--sbatch needs --slurm": ["--torchrun", "--sbatch=-p gpu"],
         '--time "soon"': ["--slurm", "--time", "soon"],
+        "choose what starts the ranks": ["--torchrun", "--slurm"],
+        "the layout sets hosts and ranks": ["--slurm", "--sbatch=--nodes=7"],
         "is not an option of sbatch": ["--slurm", "--sbatch", "partition=gpu\nrm -r"],
         "batch 4 is not a multiple": ["--slurm", "layout=dp3"],
     }

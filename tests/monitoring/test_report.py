@@ -254,6 +254,14 @@ def test_directory_without_run_is_refused(tmp_path):
         write_report(tmp_path)
 
 
+def test_page_is_replaced_as_a_whole(tmp_path):
+    directory = run_directory(tmp_path / "run", [step(1, 3.0)])
+    before = page(directory)
+    with (directory / "report.html").open() as reader:
+        run_directory(directory, [step(1, 3.0), step(2, 2.0)])
+        assert page(directory) != before == reader.read()
+
+
 def test_unwritable_page_is_one_error_line(tmp_path):
     directory = run_directory(tmp_path / "run", [step(1, 3.0)])
     (directory / "report.html").mkdir()

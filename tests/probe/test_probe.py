@@ -428,6 +428,7 @@ def test_probe_command_writes_file_that_cluster_this_reads(
         (("--directory", "nowhere"), "--directory: there is no directory nowhere"),
         (("--output", "nowhere/cluster.toml"), "--output: there is no directory nowhere"),
         (("--output", "."), "cannot write .: it is a directory"),
+        (("--output", "/proc/cluster.toml"), "cannot write /proc/cluster.toml: No such file"),
         (("--device", "gpu"), 'unknown device "gpu"'),
         (("--ranks", "0"), "--ranks"),
         (("--rank", "2"), "did you mean --ranks?"),

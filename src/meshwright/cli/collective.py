@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import file_option, is_standard_output, json_option, result_printer, write_files
+from meshwright.cli.plumbing import is_standard_output, json_option, output_option, result_printer, write_files
 from meshwright.errors import UserError
 
 if TYPE_CHECKING:
@@ -77,10 +77,10 @@ def _parse_dims(context: click.Context, option: click.Parameter, text: str | Non
 @click.option("--dims", callback=_parse_dims, metavar="AxB", help="Shape of the grid, for torus and mesh algorithms.")
 @click.option("--reduction", metavar="R", help="sum, mean, minimum or maximum.  [default: sum]")
 @click.option("--run", is_flag=True, help="Run it on local processes and compare with torch.distributed.")
-@file_option("--svg", help="Write a picture: time over size, for all algorithms.")
-@file_option("--html", help="Write a page: figures, picture, buffers.")
-@file_option("--trace", help="Write a trace for ui.perfetto.dev.")
-@file_option("--program", "program_file", help="Write the program: .json, else text; - prints it.")
+@output_option("--svg", help="Write a picture: time over size, for all algorithms.")
+@output_option("--html", help="Write a page: figures, picture, buffers.")
+@output_option("--trace", help="Write a trace for ui.perfetto.dev.")
+@output_option("--program", "program_file", help="Write the program: .json, else text; - prints it.")
 @click.option("--text", is_flag=True, help="Print the buffers of all ranks after each round.")
 @json_option
 def command(

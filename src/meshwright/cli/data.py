@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from meshwright.cli import data_records, plumbing
-from meshwright.cli.plumbing import file_option, json_option, overrides_argument, result_printer, write_file
+from meshwright.cli.plumbing import json_option, output_option, overrides_argument, result_printer, write_file
 from meshwright.cli.sample_text import make_role_table, make_sample_table
 from meshwright.cli.tables import make_fact_table, make_table
 from meshwright.cli.tokenizer_text import make_report_tables, make_token_lines
@@ -57,7 +57,7 @@ def prepare(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
 @click.argument("recipe")
 @overrides_argument
 @click.option("--rows", default=2, type=click.IntRange(0, 1000), help="Number of samples to show.")
-@file_option("--html", help="Also write the samples to this page.")
+@output_option("--html", help="Also write the samples to this page.")
 @json_option
 def show(recipe: str, overrides: tuple[str, ...], rows: int, html: Path | None, as_json: bool) -> None:
     """Show counts of documents, tokens and dropped documents by rule, and samples as training reads them, one of them
@@ -91,7 +91,7 @@ def show(recipe: str, overrides: tuple[str, ...], rows: int, html: Path | None, 
 @plumbing.command("report", "meshwright data report recipe.toml --output report.html")
 @click.argument("recipe")
 @overrides_argument
-@file_option("--output", help="Page to write.  [default: report.html in the directory of the prepared data]")
+@output_option("--output", help="Page to write.  [default: report.html in the directory of the prepared data]")
 @json_option
 def report(recipe: str, overrides: tuple[str, ...], output: Path | None, as_json: bool) -> None:
     """Write an HTML page about the cleaning of RECIPE's data: counts by rule, samples, distributions.
@@ -119,7 +119,7 @@ def report(recipe: str, overrides: tuple[str, ...], output: Path | None, as_json
 @click.argument("recipe")
 @overrides_argument
 @click.option("--text", metavar="TEXT", help="Also show the tokens of this text.")
-@file_option("--html", help="Write a page.")
+@output_option("--html", help="Write a page.")
 @json_option
 def tokenizer(recipe: str, overrides: tuple[str, ...], text: str | None, html: Path | None, as_json: bool) -> None:
     """Report how RECIPE's tokenizer encodes its data: bytes per token by source, token frequencies.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import FiniteRange, file_option, json_option, result_printer, write_file
+from meshwright.cli.plumbing import FiniteRange, json_option, output_option, result_printer, write_file
 from meshwright.cli.tables import make_fact_table, make_table
 from meshwright.errors import UserError
 from meshwright.names import unknown
@@ -22,9 +22,10 @@ _METHODS = ("self-instruct", "evol-instruct")
 _FILE = click.Path(path_type=Path)
 
 
-def _output_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the required option --output (a file path) to the click command `function`; used as a decorator."""
-    return click.option("--output", required=True, type=_FILE, metavar="F", help="JSON Lines file to write.")(function)
+def _output_option(*updates: str) -> Callable[[Any], Any]:
+    """Return a decorator that adds the required option --output, a file path. updates: names of the parameters whose
+    file may be this one, since the command writes all its records again."""
+    return output_option("--output", required=True, updates=updates, help="JSON Lines file to write.")
 
 
 def _served_model_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,7 +36,7 @@ def _served_model_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--url", required=True, metavar="URL", help="Base URL, such as http://127.0.0.1:8000/v1."),
         click.option("--model", required=True, metavar="NAME", help="Name of the model in the API."),
         click.option("--key-variable", metavar="NAME", help="Environment variable with the server's API key."),
-        file_option("--journal", help="File that keeps the answers.  [default: OUTPUT.journal]"),
+        output_option("--journal", help="File that keeps the answers.  [default: OUTPUT.journal]"),
         click.option("--concurrency", default=8, type=click.IntRange(1, 1024), help="Maximum requests in flight."),
         click.option("--timeout", default=120.0, type=FiniteRange(0.001), help="Seconds that a request may take."),
         click.option("--tries", default=6, type=click.IntRange(1), help="Attempts per request."),
@@ -54,7 +55,7 @@ def _served_model_options(function: Callable[..., Any]) -> Callable[..., Any]:
     "meshwright data label chats.jsonl --url https://example.org/v1 --model m --key-variable API_KEY --output l.jsonl",
 )
 @click.argument("records", type=_FILE)
-@_output_option
+@_output_option("records")
 @_served_model_options
 @click.option("--again", is_flag=True, help="Replace labels that a model gave before.")
 @json_option
@@ -88,7 +89,7 @@ def label(records: Path, output: Path, again: bool, as_json: bool, **served: Any
 @click.argument("files", nargs=-1, required=True, type=_FILE, metavar="FILE...")
 @click.option("--by", metavar="KEY", help="Key of the records; each of its values makes a separate group.")
 @click.option("--target", metavar="ACT=WEIGHT,...", help="Wanted proportions.  [default: equal shares of all six acts]")
-@file_option("--html", help="Write a page.")
+@output_option("--html", help="Write a page.")
 @json_option
 def balance(files: tuple[Path, ...], by: str | None, target: str | None, html: Path | None, as_json: bool) -> None:
     """Count labelled records by speech act (assertive, directive ...) and refusals, and report how many records each
@@ -125,7 +126,7 @@ def balance(files: tuple[Path, ...], by: str | None, target: str | None, html: P
 @click.argument("records", type=_FILE)
 @click.option("--to", "tool", required=True, metavar="doccano|prodigy", help="The annotation tool.")
 @click.option("--task", default="classify", metavar="classify|spans|rewrite", help="Annotation task.")
-@_output_option
+@_output_option()
 @json_option
 def export(records: Path, tool: str, task: str, output: Path, as_json: bool) -> None:
     """Write RECORDS in an annotation tool's format, with their labels as suggestions.
@@ -156,7 +157,7 @@ def export(records: Path, tool: str, task: str, output: Path, as_json: bool) -> 
 @click.option("--from", "tool", required=True, metavar="doccano|prodigy", help="The annotation tool.")
 @click.option("--records", required=True, type=_FILE, metavar="F", help="Records that were exported.")
 @click.option("--leave-out-rejected", is_flag=True, help="Omit records that annotators rejected.")
-@_output_option
+@_output_option("records")
 @json_option
 def import_(
     files: tuple[Path, ...], tool: str, records: Path, leave_out_rejected: bool, output: Path, as_json: bool
@@ -195,7 +196,7 @@ def import_(
 @click.option("--rounds", default=4, type=click.IntRange(1), help="Evol-Instruct: rewrites of each instruction.")
 @click.option("--temperature", type=FiniteRange(0, 2), help="Default: 0.7 for Self-Instruct, 1 for Evol-Instruct.")
 @click.option("--max-tokens", default=1024, type=click.IntRange(1), help="Maximum tokens of an answer.")
-@_output_option
+@_output_option()
 @_served_model_options
 @json_option
 def vary(

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import file_option, json_option, result_printer, write_file
+from meshwright.cli.plumbing import json_option, output_option, result_printer, write_file
 from meshwright.errors import UserError
 
 
@@ -20,7 +20,7 @@ from meshwright.errors import UserError
     "meshwright explain zero-memory --json",
 )
 @click.argument("name", required=False)
-@file_option("--svg", help="Write the example's picture.")
+@output_option("--svg", help="Write the example's picture.")
 @json_option
 def command(name: str | None, svg: Path | None, as_json: bool) -> None:
     """Recompute a published number or formula of distributed training, step by step, with this package's own code.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Literal
 
 import click
 
@@ -20,8 +19,8 @@ from meshwright.terminal import print_message
 )
 @click.argument("recipe")
 @overrides_argument
-@click.option("--torchrun", "kind", flag_value="torchrun", help="Print a script to run on every host.")
-@click.option("--slurm", "kind", flag_value="slurm", help="Print a script for sbatch.")
+@click.option("--torchrun", is_flag=True, help="Print a script to run on every host.")
+@click.option("--slurm", is_flag=True, help="Print a script for sbatch.")
 @click.option("--nodes", type=click.IntRange(min=1), help="Number of hosts.  [default: as needed by the layout]")
 @click.option("--devices-per-node", type=click.IntRange(min=1), help="Ranks per host.  [default: up to 8]")
 @click.option("--restarts", default=3, type=click.IntRange(min=0), help="Maximum restarts after a rank was lost.")
@@ -31,7 +30,7 @@ from meshwright.terminal import print_message
 @trust_option
 @json_option
 def command(
-    recipe: str, overrides: tuple[str, ...], kind: Literal["torchrun", "slurm"] | None, nodes: int | None,
+    recipe: str, overrides: tuple[str, ...], torchrun: bool, slurm: bool, nodes: int | None,
     devices_per_node: int | None, restarts: int, cpus_per_device: int | None, time: str | None,
     sbatch: tuple[str, ...], trust: bool, as_json: bool,
 ) -> None:  # fmt: skip
@@ -41,8 +40,8 @@ def command(
     is lost, and forwards a stop signal so that ranks save. It uses this working directory and this Python.
 
     \f
-    overrides: KEY=VALUE for fields of the recipe. kind: "torchrun" or "slurm", by which the ranks are started. nodes,
-    devices_per_node: None to derive them from the layout. restarts: maximum number of restarts after a lost rank.
+    overrides: KEY=VALUE for fields of the recipe. torchrun, slurm: True for the one that starts the ranks.
+    nodes, devices_per_node: None to derive them from the layout. restarts: maximum restarts after a lost rank.
     cpus_per_device: CPU cores of each rank. time: SLURM time limit, such as "24:00:00". sbatch: more options for
     sbatch. trust: True to allow the recipe to import and run Python code that it names. as_json: print JSON.
     """
@@ -50,10 +49,10 @@ def command(
     from meshwright.launcher.launch_script import Resources, build_launch_script
 
     with result_printer(as_json) as answer:
-        if kind is None:
+        if torchrun == slurm:
             raise UserError("launch: choose what starts the ranks, --torchrun or --slurm")
         resources = Resources(nodes, devices_per_node, cpus_per_device, restarts, time, sbatch)
-        made = build_launch_script(kind, recipe, overrides, resources, trust=trust)
+        made = build_launch_script("slurm" if slurm else "torchrun", recipe, overrides, resources, trust=trust)
         for line in made.warnings:
             print_message(f"meshwright: warning: {line}")
         answer(asdict(made), made.script.rstrip("\n"))

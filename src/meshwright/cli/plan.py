@@ -14,10 +14,10 @@ import click
 from meshwright.cli import plumbing
 from meshwright.cli.plumbing import (
     FiniteRange,
-    file_option,
     format_json_document,
     json_option,
     list_given_options,
+    output_option,
     refuse_overrides,
     result_printer,
     split_overrides,
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 @click.option("--reserve", default="0", metavar="R", help='Device memory to keep free: "0.1" (a fraction) or "8GiB".')
 @click.option("--explain", "explained", is_flag=True, help="Show the time of each operation of a micro-batch.")
 @click.option("--ledger", "every_tensor", is_flag=True, help="Show every tensor of the fullest rank (--json: all).")
-@file_option("--html", help="Write a page with pictures.")
+@output_option("--html", help="Write a page with pictures.")
 @click.option("--jobs", metavar="F", help="Answer each request of a JSON Lines file; - reads standard input.")
 @click.option("--serve", "serves", is_flag=True, help="Predict a server: memory by item, KV blocks, concurrency.")
 @click.option("--memory", metavar="M", help='With --serve: a fraction, "0.9", or a size, "12GiB", of all ranks.')

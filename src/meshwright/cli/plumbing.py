@@ -7,7 +7,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -105,6 +105,11 @@ class Command(click.Command):
             error.ctx = error.ctx or context  # click omits it for an option without a value
             raise
 
+    def invoke(self, context: click.Context) -> Any:
+        """Run the command, unless it would overwrite a file that it reads (`UserError`). context: click's context."""
+        _refuse_overwritten_inputs(context)
+        return super().invoke(context)
+
 
 class Group(click.Group):
     """Click group that suggests the nearest name for an unknown command."""
@@ -185,6 +190,49 @@ def file_option(*names: str, help: str) -> Callable[[Any], Any]:
     option, such as "--html". help: its help text.
     """
     return click.option(*names, type=click.Path(path_type=Path), metavar="F", help=help)
+
+
+class OutputPath(click.Path):
+    """Type of options that name a file to write, which is no other file of the command line.
+
+    updates: names of the parameters whose file the command may replace, since it writes everything in it again."""
+
+    def __init__(self, updates: Collection[str] = ()) -> None:
+        super().__init__(path_type=Path)
+        self.updates = updates
+
+
+def output_option(
+    *names: str, help: str, updates: Collection[str] = (), required: bool = False
+) -> Callable[[Any], Any]:
+    """Return a decorator that adds a click option whose value is the path of a file to write. names: names of the
+    option, such as "--html". help: its help text. updates: see `OutputPath`. required: True if the command needs it."""
+    return click.option(*names, type=OutputPath(updates), metavar="F", help=help, required=required)
+
+
+def _refuse_overwritten_inputs(context: click.Context) -> None:
+    """Raise `UserError` if an output file on the command line is also one of its input files or another output file.
+    context: click's context of the parsed command line."""
+    for option in context.command.params:
+        path = context.params.get(str(option.name))
+        if not isinstance(option.type, OutputPath) or path is None or str(path) == "-":
+            continue
+        for other in context.command.params:
+            if other is option or other.name in option.type.updates:
+                continue
+            if any(os.path.realpath(each) == os.path.realpath(path) for each in _list_files(context, other)):
+                name, also = _format_parameter_name(option), _format_parameter_name(other)
+                raise UserError(f"{name} {path}: {also} is the same file, which would be lost; name another one")
+
+
+def _list_files(context: click.Context, parameter: click.Parameter) -> list[str]:
+    """Return the paths that the command line gives for an argument or for an option of type `click.Path`: those of
+    existing files, without the `@` before a program's file, and of files to write. context: click's context."""
+    if not isinstance(parameter, click.Argument) and not isinstance(parameter.type, click.Path):
+        return []
+    value = context.params.get(str(parameter.name))
+    paths = [str(each).removeprefix("@") for each in (value if isinstance(value, tuple) else (value,))]
+    return [each for each in paths if isinstance(parameter.type, OutputPath) or os.path.isfile(each)]
 
 
 def list_given_options() -> dict[str, str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from pathlib import Path
 
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import device_option, file_option, json_option, result_printer, write_file
+from meshwright.cli.plumbing import device_option, json_option, output_option, result_printer, write_file
 from meshwright.errors import UserError
 
 
@@ -20,7 +20,7 @@ from meshwright.errors import UserError
 )
 @click.option("--ranks", type=click.IntRange(min=1), help="Processes.  [default: one per GPU, 2 without GPUs]")
 @device_option
-@file_option(
+@output_option(
     "--output", help="Cluster file to write.  [default: ~/.config/meshwright/cluster.toml, the one that `this` names]"
 )
 @click.option(
@@ -73,8 +73,13 @@ def _check_writable(path: Path, make: bool) -> None:
         raise UserError(f"cannot make {path.parent}: {error.strerror}; name a file with --output") from None
     if not path.parent.is_dir():
         raise UserError(f"--output: there is no directory {path.parent}")
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UserError(f"cannot write {path}: {'it is a directory' if path.is_dir() else 'permission denied'}")
+    if path.is_dir():
+        raise UserError(f"cannot write {path}: it is a directory")
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix="."):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _format_file_header(seconds: float) -> list[str]:

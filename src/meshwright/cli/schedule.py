@@ -14,10 +14,10 @@ import click
 from meshwright.cli import plumbing
 from meshwright.cli.plumbing import (
     FiniteRange,
-    file_option,
     is_standard_output,
     json_option,
     list_given_options,
+    output_option,
     result_printer,
     write_files,
 )
@@ -74,10 +74,10 @@ def _duration_option(name: str, default: str | None, what: str) -> Callable[[Any
     metavar="M",
     help="auto: maximum saved activations of a rank, in micro-batches.",
 )
-@file_option("--svg", help="Write a picture.")
-@file_option("--html", help="Write a page: picture and figures.")
-@file_option("--trace", help="Write a trace for ui.perfetto.dev.")
-@file_option("--program", "program_file", help="Write the program: .json, .csv (PyTorch), else text; - prints it.")
+@output_option("--svg", help="Write a picture.")
+@output_option("--html", help="Write a page: picture and figures.")
+@output_option("--trace", help="Write a trace for ui.perfetto.dev.")
+@output_option("--program", "program_file", help="Write the program: .json, .csv (PyTorch), else text; - prints it.")
 @click.option("--text", is_flag=True, help="Print the picture as text.")
 @json_option
 def command(

@@ -159,7 +159,10 @@ def _check_time_limit(text: str) -> str:
 
 
 def _check_sbatch_option(text: str) -> str:
-    """Return the sbatch option `text`, such as "--partition=gpu", unchanged; `UserError` if the text is malformed."""
+    """Return the sbatch option `text`, such as "--partition=gpu", unchanged; `UserError` if the text is malformed, or
+    if it would override the number of hosts or ranks, which the layout determines."""
+    if re.match(r"--(nodes|ntasks|ntasks-per-node)\b(?!-)|-[Nn]", text):
+        raise UserError(f'--sbatch "{text}": the layout sets hosts and ranks; use --nodes and --devices-per-node')
     if re.fullmatch(r"-[^\r\n]+", text):
         return text
     raise UserError(f'--sbatch "{text}" is not an option of sbatch; should be such as --sbatch=--partition=gpu')

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from meshwright.checkpoint.files import replace_file
 from meshwright.collectives.quantities import format_bytes
 from meshwright.draw.markup import Content, Markup, element
 from meshwright.draw.page import page, paragraph, table
@@ -63,9 +64,10 @@ def read_run(run_directory: Path) -> RunFiles:
 
 
 def write_page(path: Path, format_page: Callable[[], str]) -> None:
-    """Write the HTML text that `format_page` returns to the file `path`. `UserError` if the file cannot be written."""
+    """Write the HTML text that `format_page` returns to the file `path`, atomically, since workers of a study write the
+    same page. `UserError` if the file cannot be written."""
     try:
-        path.write_text(format_page(), encoding="utf-8")
+        replace_file(path, format_page().encode(), sync=False)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error_reason(error)}") from None
 

@@ -107,7 +107,10 @@ def test_records_read_alike_from_lines_lists_and_compressed_files(tmp_path: Path
     (tmp_path / "d.jsonl").write_bytes(
         b"\xef\xbb\xbf\r\n" + (tmp_path / "a.jsonl").read_bytes().replace(b"\n", b"\r\n")
     )
-    for name in ("a.jsonl", "b.json", "c.jsonl.gz", "d.jsonl"):
+    write_records(tmp_path / "e.jsonl.gz", rows)
+    write_records(tmp_path / "f.jsonl.zst", rows)
+    assert gzip.decompress((tmp_path / "e.jsonl.gz").read_bytes()) == (tmp_path / "a.jsonl").read_bytes()
+    for name in ("a.jsonl", "b.json", "c.jsonl.gz", "d.jsonl", "e.jsonl.gz", "f.jsonl.zst"):
         assert [row for _, row in read_records(tmp_path / name)] == rows, name
     assert [where.rpartition("/")[2] for where, _ in read_records(tmp_path / "a.jsonl")] == [
         f"a.jsonl:{n}" for n in (1, 2, 3)

@@ -17,6 +17,7 @@ from meshwright.data.records.parsed_example import Example
 from meshwright.data.records.record_files import format_position, iterate_file_records
 from meshwright.data.sources.reading import open_source
 from meshwright.data.sources.resolution import find_files
+from meshwright.data.sources.streams import compress_by_suffix
 from meshwright.errors import UserError
 from meshwright.names import nearest
 
@@ -118,11 +119,11 @@ def read_records(path: Path) -> list[tuple[str, Record]]:
 
 
 def write_records(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write the records `rows` to the JSON Lines file `path` atomically. Raises `UserError` if the file cannot be
-    written.
+    """Write the records `rows` to the JSON Lines file `path` atomically, compressed if it ends in .gz or .zst. Raises
+    `UserError` if the file cannot be written.
     """
     try:
-        write_atomic(path, b"".join(map(to_json_line, rows)))
+        write_atomic(path, compress_by_suffix(path, b"".join(map(to_json_line, rows))))
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 

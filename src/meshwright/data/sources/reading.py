@@ -245,11 +245,11 @@ def open_source(file: SourceFile) -> Iterator[Stream]:
             yield stream
     except EOFError:
         raise UserError(
-            f"{file.path}: the {detect_compression(file)} file is cut short, its end is missing; "
+            f"{file.path}: the {detect_compression(file.path.name)} file is cut short, its end is missing; "
             "fetch or write it again"
         ) from None
     except list_decoding_errors() as error:
-        raise UserError(f"{file.path}: not a readable {detect_compression(file)} file ({error})") from None
+        raise UserError(f"{file.path}: not a readable {detect_compression(file.path.name)} file ({error})") from None
     except FileNotFoundError:
         raise UserError(f"{file.path} vanished while it was being read") from None
     except OSError as error:

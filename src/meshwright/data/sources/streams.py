@@ -1,4 +1,4 @@
-"""Decompressed byte streams of source files: gzip and Zstandard, any number of members or frames."""
+"""Compression of source files, gzip and Zstandard: decompressed byte streams of any number of members or frames."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from meshwright.data.sources.resolution import COMPRESSIONS, SourceFile
-from meshwright.data.sources.stores import missing_package_error
+from meshwright.data.sources.stores import StoredFile, missing_package_error
+from meshwright.errors import UserError
 
 _HEAD = 1 << 16  # bytes of a buffer, available to `peek`
 _MAX_WINDOW_BITS = 31  # bits: the maximum, written by `zstd --long=31`
@@ -26,7 +27,7 @@ def open_stream(file: SourceFile) -> Stream:
     """
     raw: io.BufferedReader[Any]
     raw = io.BufferedReader(io.FileIO(file.path), _HEAD) if isinstance(file.path, Path) else file.path.open()
-    match detect_compression(file):
+    match detect_compression(file.path.name):
         case "gzip":
             return _Gzip(fileobj=raw)
         case "Zstandard":
@@ -35,9 +36,21 @@ def open_stream(file: SourceFile) -> Stream:
     return raw
 
 
-def detect_compression(file: SourceFile) -> str | None:
-    """Return the compression of a file by the suffix of its name: "gzip", "Zstandard", or None."""
-    return next((name for suffix, name in COMPRESSIONS.items() if file.path.name.lower().endswith(suffix)), None)
+def detect_compression(name: str) -> str | None:
+    """Return the compression of a file by the suffix of its `name`: "gzip", "Zstandard", or None."""
+    return next((found for suffix, found in COMPRESSIONS.items() if name.lower().endswith(suffix)), None)
+
+
+def compress_by_suffix(path: Path, data: bytes) -> bytes:
+    """Return `data` in the compression that the suffix of `path` names, unchanged without one. Raises `UserError` if
+    the Zstandard package is needed and not installed."""
+    match detect_compression(path.name):
+        case "gzip":
+            return gzip.compress(data, mtime=0)
+        case "Zstandard":
+            compressed: bytes = _import_zstd(path).compress(data)
+            return compressed
+    return data
 
 
 def list_decoding_errors() -> tuple[type[Exception], ...]:
@@ -58,12 +71,11 @@ def _open_zstd(raw: io.BufferedReader[Any], file: SourceFile) -> Any:
     """Open a stream that decompresses `raw` with Zstandard. file: names the file in errors. Raises `UserError` if the
     Zstandard package is not installed.
     """
-    module = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"  # the same code
     try:
-        zstd = import_module(module)
-    except ImportError:
+        zstd = _import_zstd(file.path)
+    except UserError:
         raw.close()
-        raise missing_package_error("backports.zstd", file.path) from None
+        raise
     if zstd.ZstdError not in _zstd_errors:
         _zstd_errors.append(zstd.ZstdError)
 
@@ -76,3 +88,12 @@ def _open_zstd(raw: io.BufferedReader[Any], file: SourceFile) -> Any:
             raw.close()
 
     return Zstd(raw, options={zstd.DecompressionParameter.window_log_max: _MAX_WINDOW_BITS})
+
+
+def _import_zstd(path: Path | StoredFile) -> Any:
+    """Return Python's Zstandard module or its backport, the same code. path: the file that needs it. Raises `UserError`
+    if it is not installed."""
+    try:
+        return import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
+    except ImportError:
+        raise missing_package_error("backports.zstd", path) from None
