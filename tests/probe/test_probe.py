@@ -20,7 +20,7 @@ from meshwright.errors import RankLost, UserError
 from meshwright.launcher.launcher import LaunchSpec, launch
 from meshwright.launcher.rendezvous import RendezvousInfo
 from meshwright.planner.hardware.cluster import cluster
-from meshwright.planner.hardware.measured import FORMS, read
+from meshwright.planner.hardware.measured import FORMS, read_measured
 from meshwright.probe import points, stopwatch
 from meshwright.probe import ranks as probe_ranks
 from meshwright.probe.communication import OPERATIONS, compute_slowest_median
@@ -52,7 +52,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_every_measurement_has_all_ranks_and_one_rank_alone(found: dict[str, Any]):
-    measured = read(found["measured"], "probe")
+    measured = read_measured(found["measured"], "probe")
     assert (measured.backend, measured.ranks, measured.threads) == ("gloo", 2, 1)
     settings = {(each.form, each.ranks, each.threads) for each in measured.products}
     assert settings == {(form, *setting) for form in FORMS for setting in ((2, 1), (1, 1), (1, 2))}
@@ -78,7 +78,7 @@ def test_every_measurement_has_all_ranks_and_one_rank_alone(found: dict[str, Any
 
 def test_measured_times_scale_with_work(found: dict[str, Any]):
     """The limits are wide: 1 MFLOP/s to 100 TFLOP/s, memory 10 MB/s to 10 TB/s."""
-    measured = read(found["measured"], "probe")
+    measured = read_measured(found["measured"], "probe")
     for each in measured.products:
         for (tokens, out, inner), seconds in zip(each.shapes, each.seconds, strict=True):
             assert 1e6 < 2 * tokens * out * inner / seconds < 1e14
@@ -96,7 +96,7 @@ def test_cluster_file_is_read_by_planner(found: dict[str, Any], tmp_path: Path):
     assert path.read_text().startswith("# first line\n# second line\n")
     here = cluster(str(path))
     assert (here.devices, here.devices_per_node, here.nodes) == (2, 2, 1)
-    measured = read(found["measured"], "probe")
+    measured = read_measured(found["measured"], "probe")
     assert here.measured is not None
     for loaded, saved in zip(here.measured.products, measured.products, strict=True):
         key = (loaded.form, loaded.ranks, loaded.threads, loaded.shapes)

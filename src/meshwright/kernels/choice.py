@@ -20,7 +20,7 @@ from meshwright.kernels.build import KernelsUnavailable
 from meshwright.kernels.library import Kernels
 from meshwright.kernels.operations import Attention, LayerCache, Linear
 from meshwright.layout import Layout
-from meshwright.planner.hardware.machine_profile import may_measure, read_measurement, write_measurement
+from meshwright.planner.hardware.machine_profile import may_measure, parse_measurement, write_measurement
 from meshwright.planner.serving.ledger import KERNEL_DTYPES
 
 PLAIN_TORCH = "torch"
@@ -95,7 +95,7 @@ def choose_instruction_set(log: Callable[[str], None] = lambda line: None) -> st
         return next(_open_libraries(supported, log, numbered=False))[0]
     versions = {name: build.compute_version(compiler, name) for name in supported}
     key = {"processor": describe_processor(), "system": platform.release(), "versions": versions}
-    stored = read_measurement("kernels", key)
+    stored = parse_measurement("kernels", key, dict)
     if stored is None or stored.get("instruction_set") not in supported:
         seconds = measure_kernels(dict(_open_libraries(supported, log)))
         stored = {"instruction_set": find_fastest(seconds), "seconds": seconds}

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.planner.hardware import calibration
-from meshwright.planner.hardware.calibration import Calibration
+from meshwright.planner.hardware.calibration import Calibration, read_calibration
 from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.hardware.values import read_number
 from meshwright.toml import format_toml, format_toml_value, parse_toml
@@ -92,7 +91,7 @@ def read_run(run: str | Path) -> RunFigures:
     seconds = read_number(predicted["step_seconds"], f"{where}: {RESULT}: predicted.step_seconds")
     before = predicted.get("calibration")
     if before is not None:  # so that a factor is not found again on top of itself
-        seconds /= calibration.read(before, f"{where}: {RESULT}: predicted").time_factor
+        seconds /= read_calibration(before, f"{where}: {RESULT}: predicted").time_factor
     device = predicted.get("device")
     if not isinstance(device, str):
         raise UserError(f"{where}: {RESULT} is damaged: predicted.device is missing")
@@ -109,16 +108,13 @@ def _memory(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> tuple[
 
     predicted, measured: objects "predicted" and "measured" of the run's result.json."""
     said, seen = predicted.get("memory_bytes"), measured.get("memory_bytes")
-    if not isinstance(said, Mapping) or not isinstance(seen, Mapping):
-        return None, None
-    if seen.get("allocator_peak") and predicted.get("compile"):  # of which the ledger may have priced plain blocks
-        return None, None
-    measured_peak = seen.get("allocator_peak") or seen.get("process_peak")  # the first on CUDA alone
-    unexplained = seen.get("unexplained")
-    if not isinstance(measured_peak, int) or not isinstance(unexplained, int):
-        return None, None
-    peak = measured_peak - unexplained
-    return (peak, unexplained) if peak >= LEAST_PEAK else (None, None)
+    if isinstance(said, Mapping) and isinstance(seen, Mapping):
+        on_cuda, unexplained = seen.get("allocator_peak"), seen.get("unexplained")
+        peak = on_cuda or seen.get("process_peak")
+        plain = on_cuda and predicted.get("compile")  # of compiled blocks, which the ledger may have priced as plain
+        if isinstance(peak, int) and isinstance(unexplained, int) and peak - unexplained >= LEAST_PEAK and not plain:
+            return peak - unexplained, unexplained
+    return None, None
 
 
 def calibration_of(runs: Sequence[RunFigures]) -> Calibration:

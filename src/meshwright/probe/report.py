@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright.collectives.quantities import format_bytes
 from meshwright.planner.hardware.devices import find_device
-from meshwright.planner.hardware.measured import Curve, Measured, read
+from meshwright.planner.hardware.measured import Curve, Measured, read_measured
 from meshwright.probe.compare import THRESHOLD, SlowRank
 from meshwright.toml import format_toml, format_toml_value
 
@@ -18,7 +18,7 @@ _DIGITS = 4  # significant digits; more would be noise
 def make_cluster_tables(found: Mapping[str, Any], device: str) -> dict[str, Any]:
     """Build the hardware profile, which the planner reads, as TOML tables {name: table}. found: result of
     `probe.ranks.probe`. device: "cpu" or "cuda"."""
-    measured = read(found["measured"], "probe")
+    measured = read_measured(found["measured"], "probe")
     hosts: list[str] = found["hosts"]
     per_node = measured.ranks
     name = f"{hosts[0]}: {len(hosts)} x {found['device']['name']}"
@@ -157,7 +157,7 @@ def format_failure(found: Mapping[str, Any]) -> str:
 def format_summary(found: Mapping[str, Any], path: str) -> str:
     """Format the measured rates as text for the terminal, one line for each quantity, then warnings. found: result of
     `probe.ranks.probe`. path: file to which the hardware profile was written."""
-    measured = read(found["measured"], "probe")
+    measured = read_measured(found["measured"], "probe")
     ranks, threads = measured.ranks, measured.threads
     hosts = len(set(found["hosts"]))
     across = f" on each of {hosts} hosts" if hosts > 1 else ""

@@ -13,7 +13,7 @@ from meshwright.planner.cost.layer_times import MICRO_BATCH_PARTS
 from meshwright.planner.cost.reference_step import batch_of, measured_step_factors, reference_model
 from meshwright.planner.cost.step_time import step_time
 from meshwright.planner.hardware.calibration import Calibration
-from meshwright.planner.hardware.measured import Measured, ReferenceStep, read
+from meshwright.planner.hardware.measured import Measured, ReferenceStep, read_measured
 from meshwright.planner.show.explain import explain
 from meshwright.spec.presets import preset
 from tests.planner.cost.test_measured_rates import here, measured
@@ -121,7 +121,7 @@ def test_ratios_apply_only_to_own_engine_on_measured_machine():
 
 def test_reference_steps_round_trip():
     found = replace(with_steps(dp2_fp32=0.5), yardstick=2e-3)
-    assert read(found.tables(), "test") == found
+    assert read_measured(found.tables(), "test") == found
 
 
 def test_reference_model_is_not_a_preset():

@@ -18,7 +18,7 @@ from meshwright.planner.hardware.measured import (
     KernelCurve,
     Measured,
     Products,
-    read,
+    read_measured,
 )
 from meshwright.toml import format_toml
 
@@ -125,8 +125,8 @@ def example() -> Measured:
 
 
 def test_measurements_round_trip():
-    assert read(tomllib.loads(format_toml(example().tables())), "here") == example()
-    assert read(replace(example(), collectives=(), copies=()).tables(), "here").collectives == ()
+    assert read_measured(tomllib.loads(format_toml(example().tables())), "here") == example()
+    assert read_measured(replace(example(), collectives=(), copies=()).tables(), "here").collectives == ()
 
 
 def test_measurements_are_selected_by_number_of_busy_ranks():
@@ -161,5 +161,5 @@ def test_damaged_file_error_names_the_place(path: tuple[object, ...], value: obj
         inner = inner[step]
     inner[path[-1]] = value
     with pytest.raises(UserError) as caught:
-        read(tables, "this.toml")
+        read_measured(tables, "this.toml")
     assert str(caught.value) == f"this.toml: the measurements are damaged ({reason}); run `meshwright probe` again"

@@ -15,7 +15,7 @@ from meshwright.planner.api import Plan, plan
 from meshwright.planner.cost.engines import engine
 from meshwright.planner.cost.step_time import step_time
 from meshwright.planner.hardware.cluster import cluster
-from meshwright.planner.memory.rank_memory import fullest_rank
+from meshwright.planner.memory.rank_memory import fullest_rank, peak_device_bytes
 from meshwright.planner.problem import Problem, parse_reserve
 from meshwright.planner.search import search as search_module
 from meshwright.planner.search import shortlist as shortlist_module
@@ -288,6 +288,21 @@ def test_layout_that_fits_by_ledger_alone_is_found():
     again = search(dataclasses.replace(problem, cluster=narrow), 20)
     assert one.layout in [each.layout for each in again.best]
     assert one.layout not in [each.layout for each in again.advice]
+
+
+@pytest.mark.parametrize("name", ["dense", "mixture"])
+def test_errors_of_closed_form_memory_are_equal_where_cp_replaces_dp(name: str):
+    problem = PROBLEMS[name]
+    shortlist, ratios = shortlist_module.Shortlist(problem, screened(name), 1), dict[int, list[float]]()
+    every, sizes = shortlist.every, shortlist.sizes
+    needed = shortlist_module.add_device_overhead(problem, every.bytes)
+    near = np.flatnonzero(needed < 1.2 * problem.usable_bytes)
+    several = near[np.isin(sizes[near], sizes[near[every.column("cp")[near] > 1]])]
+    for at in near[np.isin(sizes[near], np.random.default_rng(3).choice(sizes[several], 8))]:
+        exact = peak_device_bytes(problem, every.layout(at))
+        ratios.setdefault(int(sizes[at]), []).append(exact / float(needed[at]))
+    spread = [max(each) / min(each) for each in ratios.values() if len(each) > 1]
+    assert len(spread) > 3 and max(spread) < shortlist_module.DOUBT_OF_EQUAL_SIZES, spread
 
 
 def test_no_suggestions_if_nothing_fits():

@@ -59,7 +59,7 @@ class Calibration:
         )
 
 
-def read(table: Any, where: str) -> Calibration:
+def read_calibration(table: Any, where: str) -> Calibration:
     """Parse the `calibration` table of a cluster file. where: path of the file, with which the text of an error begins.
     Raises `UserError` for an invalid table."""
     where = f"{where}: calibration"

@@ -21,16 +21,13 @@ from typing import Any
 from meshwright.errors import UserError
 from meshwright.limits import get_limit, make_limit_error, shorten, shorten_repr
 from meshwright.names import LISTED, PRECISIONS, refuse_unknown, unknown
-from meshwright.planner.hardware.calibration import Calibration
-from meshwright.planner.hardware.calibration import read as read_calibration
-from meshwright.planner.hardware.devices import DEVICES, Device, Link, find_device
+from meshwright.planner.hardware.calibration import Calibration, read_calibration
+from meshwright.planner.hardware.devices import DEVICES, GIGA, TERA, Device, Link, find_device
 from meshwright.planner.hardware.machine_profile import profiles_here
-from meshwright.planner.hardware.measured import Measured
-from meshwright.planner.hardware.measured import read as read_measured
+from meshwright.planner.hardware.measured import Measured, read_measured
 from meshwright.planner.hardware.values import read_count, read_number, read_text
 from meshwright.toml import read_toml
 
-_TERA, _GIGA = 1e12, 1e9
 _FASTEST = 1e6
 """Upper limit of plausible rates, in 10¹² operations or bytes a second."""
 FIELDS = (
@@ -258,7 +255,7 @@ def _link(published: Link | None, which: str, table: Mapping[str, Any], where: s
     table: content of the file; where: beginning of the error text."""
     found = {} if published is None else {"bandwidth": published.bandwidth, "latency": published.latency}
     for field, key, unit in (
-        ("bandwidth", f"{which}_gb_per_second", _GIGA), ("latency", f"{which}_latency_seconds", 1.0),
+        ("bandwidth", f"{which}_gb_per_second", GIGA), ("latency", f"{which}_latency_seconds", 1.0),
     ):  # fmt: skip
         if key in table:
             found[field] = read_number(table[key], f"{where}: {key}") * unit
@@ -275,7 +272,7 @@ def _described(table: Mapping[str, Any], where: str) -> Device:
     figures: dict[str, Any] = {
         field: _read_figure(table[key], f"{where}: {key}", unit) * unit
         for key, field, unit in (
-            ("memory_bytes", "memory_bytes", 1.0), ("memory_gb_per_second", "memory_bandwidth", _GIGA),
+            ("memory_bytes", "memory_bytes", 1.0), ("memory_gb_per_second", "memory_bandwidth", GIGA),
             ("power_watts", "power_watts", 1.0),
         )
         if key in table
@@ -284,7 +281,7 @@ def _described(table: Mapping[str, Any], where: str) -> Device:
     if not isinstance(peaks, Mapping):
         raise UserError(f"{where}: peaks should be a table such as {{ bf16 = 989 }}, 10^12 operations per second")
     refuse_unknown(peaks, PRECISIONS, f"{where}: peaks", "precision")
-    rates = {name: _read_figure(peak, f"{where}: peaks.{name}", _TERA) for name, peak in peaks.items()}
+    rates = {name: _read_figure(peak, f"{where}: peaks.{name}", TERA) for name, peak in peaks.items()}
     if "like" in table:
         base = _catalogued(table["like"], where)
         return replace(base, **figures, peaks={**base.peaks, **rates})
@@ -302,7 +299,7 @@ def _read_figure(value: Any, name: str, unit: float) -> float:
     which the error begins."""
     number = read_number(value, name)
     if unit > 1 and number >= _FASTEST * 1e12 / unit:
-        what = "10^12 operations" if unit == _TERA else "10^9 bytes"
+        what = "10^12 operations" if unit == TERA else "10^9 bytes"
         meant = f"did you mean {number / unit:g}?"
         raise UserError(f"{name} is in {what} per second; {number:g} is too large, {meant}")
     return number

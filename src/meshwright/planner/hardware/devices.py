@@ -11,8 +11,7 @@ from typing import Any
 
 from meshwright.toml import read_packaged_toml
 
-_TERA = 1e12
-_GIGA = 1e9
+GIGA, TERA = 1e9, 1e12
 
 _CATALOGUE = read_packaged_toml("planner/hardware/devices.toml")
 
@@ -83,7 +82,7 @@ class Device:
     def peak(self, precision: str) -> float | None:
         """Return the dense peak in operations a second; None where the device has none. precision: "fp32", "tf32",
         "bf16", "fp16", "fp8" or "fp4"."""
-        return _times(self.peaks.get(precision), _TERA)
+        return self.peaks[precision] * TERA if precision in self.peaks else None
 
     def measured_share(self, precision: str) -> float | None:
         """Return (FLOP/s of the fastest measured matrix product) / (peak FLOP/s) in a precision, "bf16" or "fp8". If
@@ -97,22 +96,18 @@ def _device(name: str, entry: Mapping[str, Any]) -> Device:
     "h100-sxm"."""
     measured, memory, links = entry.get("measured", {}), entry["memory"], entry["links"]
     scaleup, host, across = (
-        Link(links[name] * _GIGA, _CATALOGUE["latency_seconds"][kind]["seconds"]) if name in links else None
+        Link(links[name] * GIGA, _CATALOGUE["latency_seconds"][kind]["seconds"]) if name in links else None
         for name, kind in (("scaleup", links["kind"]), ("host", "pcie"), ("across", "network"))
     )
+    ring, switch = (measured[method] * GIGA if method in measured else None for method in ("ring", "switch"))
     assert scaleup is not None, name
     return Device(
-        name, entry["peaks"], memory["driver_mib"] * 2.0**20 if "driver_mib" in memory else memory["gb"] * _GIGA,
-        memory["gb_per_second"] * _GIGA, entry.get("pattern"), entry["architecture"],
+        name, entry["peaks"], memory["driver_mib"] * 2.0**20 if "driver_mib" in memory else memory["gb"] * GIGA,
+        memory["gb_per_second"] * GIGA, entry.get("pattern"), entry["architecture"],
         {precision: measured[precision] for precision in ("bf16", "fp8") if precision in measured},
-        _times(measured.get("ring"), _GIGA), _times(measured.get("switch"), _GIGA),
-        Links(scaleup, links["pair"] * _GIGA, links["domain"], host, links["node"], across), entry.get("power_watts"),
+        ring, switch, Links(scaleup, links["pair"] * GIGA, links["domain"], host, links["node"], across),
+        entry.get("power_watts"),
     )  # fmt: skip
-
-
-def _times(figure: float | None, unit: float) -> float | None:
-    """Return `figure` multiplied by `unit`, such as 1e9; None if `figure` is None."""
-    return None if figure is None else figure * unit
 
 
 DEVICES: tuple[Device, ...] = tuple(_device(name, entry) for name, entry in _CATALOGUE["devices"].items())

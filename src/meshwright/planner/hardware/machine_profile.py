@@ -53,12 +53,6 @@ def measurement_file(kind: str, key: Mapping[str, Any]) -> Path:
     return profile_directory() / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
 
 
-def read_measurement(kind: str, key: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the stored figures of a measurement. None if there is no file, or it is damaged, or of another version or
-    key. kind: what was measured, such as "cpu"; key: conditions on which the result depends."""
-    return parse_measurement(kind, key, dict)
-
-
 def parse_measurement(kind: str, key: Mapping[str, Any], parse: Callable[[dict[str, Any]], Parsed]) -> Parsed | None:
     """Return parse(figures) of a stored measurement. None if there is none, if its file is damaged or of another
     version or key, or if `parse` raises `KeyError`, `TypeError` or `ValueError`. kind: what was measured, such as

@@ -198,8 +198,8 @@ class Measured:
         return None if chosen is None else chosen.curve
 
     def tables(self) -> dict[str, Any]:
-        """Return the measurements as dictionaries, lists and numbers for a cluster file; `measured.read` is the
-        inverse."""
+        """Return the measurements as dictionaries, lists and numbers for a cluster file; `read_measured` is
+        the inverse."""
         found: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -265,7 +265,7 @@ def _table(record: Any) -> dict[str, Any]:
     return found if curve is None else found | {"bytes": curve["sizes"], "seconds": curve["seconds"]}
 
 
-def read(table: Any, where: str) -> Measured:
+def read_measured(table: Any, where: str) -> Measured:
     """Parse the measured speeds of a cluster file. table: its parsed `measured` table; where: the file, with which the
     `UserError` for the first invalid entry begins."""
     try:

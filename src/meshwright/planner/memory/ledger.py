@@ -147,6 +147,7 @@ class LedgerOptions(TypedDict, total=False):
         graphs: True if forward and backward are a CUDA graph, which has its own copy of the batch and, captured on its
             own stream, its own workspaces of cuBLAS.
         engine: The engine `meshwright`, or its variant with another overlap of products.
+        messages: False to leave out messages between pipeline ranks, whose order takes long to compute: a lower bound.
     """
 
     optimizer: str
@@ -161,6 +162,7 @@ class LedgerOptions(TypedDict, total=False):
     architecture: str
     graphs: bool
     engine: Engine
+    messages: bool
 
 
 def ledger(
@@ -223,7 +225,8 @@ class StepReplay:
         self._examples: dict[object, int] = {}
         self.place = layout.coordinates(rank)
         self.table = _table(config)
-        self.program = _add_transfers(program_for(shorten_repeating_schedule(layout), config, sequence))
+        program = program_for(shorten_repeating_schedule(layout), config, sequence)
+        self.program = _add_transfers(program) if options.get("messages", True) else program
         self.partition = Partition.of(self.program, config, self.table, sequence)
         self._units = {one.index: self.partition.units(one) for one in self.partition.stages_on(self.place["pp"])}
         flats = flats_of(self.table, layout, self.partition.units_on(self.place["pp"]))

@@ -36,14 +36,14 @@ class StagePass(NamedTuple):
 
 @lru_cache(maxsize=64)
 def list_passes(program: PipelineProgram, rank: int) -> tuple[list[StagePass], list[tuple[int, int]], Integers]:
-    """Return the passes of pipeline rank `rank` of a schedule with sends and receives, in execution order; the tensors
-    that stay allocated between passes, each as (what, such as `SENT`; index of the stage); and how many of each are
-    allocated while each pass runs [passes, tensors]."""
+    """Return the passes of pipeline rank `rank` of a schedule, in execution order; the tensors that stay allocated
+    between passes, each as (what, such as `SENT`; index of the stage); and how many of each are allocated while each
+    pass runs [passes, tensors]. Messages between ranks are counted only in a schedule with sends and receives."""
     steps, last = consumed_sends.list_rank_steps(program, rank), program.stages - 1
     answers = consumed_sends.find_consumed_sends(program, rank)
     followed = consumed_sends.find_followed_forwards(program, rank)
     forwards = Counter(stage for _, kind, stage, *_ in steps if kind == FORWARD)
-    ran, passes = Counter[int](), list[StagePass]()
+    ran, passes, complete = Counter[int](), list[StagePass](), program.has_transfers
     changes: list[tuple[int, int, int, int]] = []  # (first pass with the new count, tensor, its stage, +1 or -1)
     for at, kind, stage, *of in steps:
         now = len(passes)
@@ -54,7 +54,8 @@ def list_passes(program: PipelineProgram, rank: int) -> tuple[list[StagePass], l
         changes += [(now, SENT, value[2], -1) for value in answers.get(at, ())]
         read = consumed_sends.compute_read_value(last, kind, stage, *of)
         if read is not None:  # it becomes the stage's input, or the gradient that its snapshots count
-            changes.append((now, SENT if program.placement[read[1]][read[2]] == rank else RECEIVED, read[2], -1))
+            local = program.placement[read[1]][read[2]] == rank
+            changes += [(now, SENT if local else RECEIVED, read[2], -1)] * (local or complete)
         forward, at_once = kind == FORWARD, (stage, *of) in followed
         saved = SAVED_AT_ONCE if at_once else SAVED
         if kind in (BACKWARD, INPUT_GRADIENT):
@@ -66,7 +67,8 @@ def list_passes(program: PipelineProgram, rank: int) -> tuple[list[StagePass], l
             changes.append((now + 1, saved, stage, 1))
         if kind in (INPUT_GRADIENT, WEIGHT_GRADIENT):
             changes.append((now + 1, QUEUE, stage, 1 if kind == INPUT_GRADIENT else -1))
-        if stage < last if forward else kind != WEIGHT_GRADIENT and stage > 0:
+        reader = stage + 1 if forward else stage - 1
+        if kind != WEIGHT_GRADIENT and 0 <= reader <= last and (complete or program.placement[of[0]][reader] == rank):
             changes.append((now + 1, SENT, stage, 1))
     begins, what, stages, change = np.array(changes, np.int64).T
     tensors, columns = np.unique(what * program.stages + stages, return_inverse=True)

@@ -71,7 +71,7 @@ def merge_layers(items: Iterable[Allocation]) -> list[Allocation]:
 def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> Ledger:
     """Return the memory of the pipeline rank `pp_rank` at its peak. Raises `UserError` for an infeasible layout."""
     if problem.engine.name == "meshwright":
-        found = _replay(problem, layout, pp_rank, find_file_version(layout)).ledger()
+        found = _replay(problem, layout, pp_rank, True, find_file_version(layout)).ledger()
     else:
         items = tuple(_published(problem, layout, pp_rank))
         found = Ledger(items, count_bytes(items), "most micro-batches in flight")
@@ -80,22 +80,23 @@ def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> Ledger:
     return replace(found, pp_rank=pp_rank, framework_bytes=context_bytes(problem), slack_bytes=slack, nccl_bytes=nccl)
 
 
-def _device_bytes(problem: Problem, layout: Layout, pp_rank: int) -> int:
-    """Return the bytes that the pipeline rank `pp_rank` needs on a device at its peak."""
+def _device_bytes(problem: Problem, layout: Layout, pp_rank: int, messages: bool = True) -> int:
+    """Return the bytes that the pipeline rank `pp_rank` needs on a device at its peak. messages: see
+    `LedgerOptions`."""
     if problem.engine.name != "meshwright":
         return memory_of(problem, layout, pp_rank).device_bytes
-    peak = _replay(problem, layout, pp_rank, find_file_version(layout)).peak_bytes
+    peak = _replay(problem, layout, pp_rank, messages, find_file_version(layout)).peak_bytes
     return peak + context_bytes(problem) + round(slack_fraction(problem.cluster) * peak)
 
 
 @lru_cache(maxsize=16)
-def _replay(problem: Problem, layout: Layout, pp_rank: int, version: tuple[int, int] | None) -> StepReplay:
-    """Return the replay of the training step of the pipeline rank `pp_rank` under the engine `meshwright`. version: of
-    the layout's schedule file, so that an edited file is replayed again."""
+def _replay(problem: Problem, layout: Layout, pp_rank: int, messages: bool, version: object) -> StepReplay:
+    """Return the replay of the training step of the pipeline rank `pp_rank` under the engine `meshwright`.
+    messages: see `LedgerOptions`; version: of the layout's schedule file, so that an edited file is replayed again."""
     return replay_step(
-        problem.config, layout, batch=problem.batch, sequence=problem.sequence, optimizer=problem.optimizer,
-        precision=problem.precision, rank=pp_rank * layout.tp * layout.cp * layout.dp, graphs=problem.graphs,
-        documents=problem.documents > 1, device=problem.cluster.kind, compile=problem.compile, pairs=problem.pairs,
+        problem.config, layout, batch=problem.batch, sequence=problem.sequence, messages=messages, pairs=problem.pairs,
+        rank=pp_rank * layout.tp * layout.cp * layout.dp, optimizer=problem.optimizer, precision=problem.precision,
+        documents=problem.documents > 1, device=problem.cluster.kind, compile=problem.compile, graphs=problem.graphs,
         teacher=problem.teacher, architecture=problem.cluster.device.architecture, engine=problem.engine,
     )  # fmt: skip
 
@@ -176,12 +177,19 @@ def fullest_rank(problem: Problem, layout: Layout) -> Ledger:
     return memory_of(problem, layout, max(ranks, key=lambda rank: (_device_bytes(problem, layout, rank), -rank)))
 
 
-def peak_device_bytes(problem: Problem, layout: Layout, limit: float = math.inf, most: int | None = None) -> int:
+def expected_peak_bytes(problem: Problem, layout: Layout, limit: float) -> int:
+    """Return the bytes that the pipeline rank with the highest expected peak needs on a device. If they exceed `limit`
+    even without messages between ranks, whose order takes long to compute, messages are left out."""
+    rank = distinct_ranks(problem, layout)[0]
+    least = _device_bytes(problem, layout, rank, messages=layout.pp == 1)
+    return least if least > limit else _device_bytes(problem, layout, rank)
+
+
+def peak_device_bytes(problem: Problem, layout: Layout, limit: float = math.inf) -> int:
     """Return the bytes that the pipeline rank with the highest peak needs on a device, without a list of its tensors.
-    limit: as soon as a rank needs more bytes than this, they are returned, and the ranks after it are not computed;
-    most: number of ranks to compute, those that are expected to need the most; None: all that differ."""
+    limit: as soon as a rank needs more bytes than this, they are returned, and the ranks after it are not computed."""
     largest = 0
-    for rank in distinct_ranks(problem, layout)[:most]:
+    for rank in distinct_ranks(problem, layout):
         largest = max(largest, _device_bytes(problem, layout, rank))
         if largest > limit:
             break

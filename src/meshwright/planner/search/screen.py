@@ -13,7 +13,7 @@ from meshwright.layout import MIN_MICRO_BATCHES, Layout
 from meshwright.names import BIDIRECTIONAL_SCHEDULES
 from meshwright.planner.cost.bubbles import followed_at_once, in_flight, stages_by_rank
 from meshwright.planner.cost.cached import cached_method
-from meshwright.planner.cost.communication import Array, ProcessGroups
+from meshwright.planner.cost.communication import Array, ProcessGroups, find_distinct
 from meshwright.planner.cost.layer_times import LayerTimes
 from meshwright.planner.cost.pipeline_times import PipelineTimes, communicated_zero_stage
 from meshwright.planner.cost.rates import straggler_terms
@@ -78,11 +78,9 @@ class ScreenedLayouts:
 
 
 def _as_numbers(values: Iterable[Any]) -> Array:
-    """Return values as an array. Values that are not numbers are replaced by integers; equal values have equal
-    integers."""
-    numbers: dict[object, int] = {}
-    found = [each if isinstance(each, int | float) else numbers.setdefault(each, len(numbers)) for each in values]
-    return np.array(found)
+    """Return values as an array. Texts are replaced by integers; equal texts have equal integers."""
+    found = list(values)
+    return find_distinct(found)[1] if isinstance(found[0], str) else np.array(found)
 
 
 def screen(problem: Problem) -> ScreenedLayouts:

@@ -9,7 +9,7 @@ import numpy as np
 from meshwright.layout import Layout
 from meshwright.planner.cost.communication import Array
 from meshwright.planner.cost.step_time import StepPredictor
-from meshwright.planner.memory.rank_memory import context_bytes, peak_device_bytes, slack_fraction
+from meshwright.planner.memory.rank_memory import context_bytes, expected_peak_bytes, peak_device_bytes, slack_fraction
 from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate, estimate_layout
 from meshwright.planner.search.screen import ScreenedLayouts
@@ -21,6 +21,9 @@ MOST_PRICED = 128
 DOUBT_ABOVE, DOUBT_BELOW = 1.15, 1 / 0.9
 """Largest ratios of closed-form memory to the ledger's, and of the ledger's to it, assumed for layouts without a
 similar one whose ledger is known (tests/planner/search/test_search.py)."""
+DOUBT_OF_EQUAL_SIZES = 1.03
+"""The first of these ratios for layouts whose ranks have equal numbers of tokens, and that otherwise differ only in dp
+and cp, from one whose ledger is known (same test)."""
 
 
 def add_device_overhead(problem: Problem, peak: Array) -> Array:
@@ -42,7 +45,7 @@ class Shortlist:
         self.best: list[tuple[float, int, Layout]] = []
         self.difference: dict[int, float] = {}
         self.makespans = MakespanCache()
-        self.kinds = self._kinds()
+        self.kinds, self.sizes = self._find_alike()
         self._memory = screened.column("schedule", "recompute")  # closed-form memory has similar errors where it agrees
         self.factors: dict[int, float] = {}
         self.stopped = False
@@ -66,9 +69,9 @@ class Shortlist:
             if not self.problem.accepts(layout):
                 continue
             if self._needed[at] * DOUBT_BELOW > self.room:
-                exact = peak_device_bytes(self.problem, layout, self.room, 1)
-                self._learn(at, exact)
-                if exact > self.room:
+                size = expected_peak_bytes(self.problem, layout, self.room)
+                self._learn(at, size)
+                if size > self.room:
                     continue
             seconds = self.seconds(at, layout)
             kind, ratio = int(self.kinds[at]), seconds / float(closed_form[at])
@@ -98,17 +101,21 @@ class Shortlist:
         `exact` bytes. Candidates that are then too large are excluded."""
         alike = np.flatnonzero(self._memory == self._memory[index])
         self._needed[alike] *= exact / self._needed[index]
-        self.pending[alike[self._needed[alike] > self.room * DOUBT_ABOVE]] = np.inf
+        doubt = np.where(self.sizes[alike] == self.sizes[index], DOUBT_OF_EQUAL_SIZES, DOUBT_ABOVE)
+        self.pending[alike[self._needed[alike] > self.room * doubt]] = np.inf
 
-    def _kinds(self) -> Array:
-        """Return one integer per candidate; equal integers mean that closed-form times have similar errors. Such
+    def _find_alike(self) -> tuple[Array, Array]:
+        """Return two integers per candidate. Where the first are equal, closed-form times have similar errors: such
         candidates have the same pipeline, and equal numbers of micro-batches per pipeline rank after rounding to a
-        power of two."""
+        power of two. Where the second are equal, closed-form memory has: such candidates have the same pipeline and
+        number of micro-batches, and differ only in dp, cp and the sequences of a micro-batch."""
         every, ranks = self.every, self.every.column("ranks")
         inner = every.column("tp") * every.column("cp") / every.column("rows")
         micro = self.problem.batch / self.problem.cluster.devices * inner * ranks
         rounds = np.clip(np.log2(micro / ranks) + 16, 0, 63).astype(np.int64)
-        return np.asarray(every.pipe * 64 + rounds)
+        same = every.column("zero", "tp", "tensor_sequence_parallel", "cp_method", "ep", "etp", "recompute")
+        sizes = (same * len(every.pipelines) + every.pipe) * (self.problem.batch + 1) + np.rint(micro).astype(np.int64)
+        return every.pipe * 64 + rounds, sizes
 
     def seconds(self, index: int, layout: Layout) -> float:
         """Return the seconds of a step of a candidate layout, predicted by the simulator. index: index of the

@@ -15,8 +15,6 @@ from meshwright.planner.cost.reference_step import measured_step_factors
 from meshwright.planner.memory.rank_memory import distinct_ranks, stages_at
 from meshwright.planner.problem import Problem
 
-_COMPUTE = MICRO_BATCH_PARTS.index("compute")
-
 
 @dataclass(frozen=True, slots=True)
 class OperationTime:
@@ -57,7 +55,7 @@ def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[Operatio
     longest first. problem: model, cluster, batch and engine."""
     rates = Rates.of(problem.cluster, problem.precision, problem.engine.fusion)
     factors = measured_step_factors(problem.cluster, problem.precision, problem.engine)
-    longer = problem.cluster.time_factor * factors[_COMPUTE]
+    longer = problem.cluster.time_factor * factors[MICRO_BATCH_PARTS.index("compute")]
     batch = micro_batch_of_layout(problem, layout)
     place = stages_at(problem, layout)[pp_rank]
     if layout.schedule in BIDIRECTIONAL_SCHEDULES:  # a micro-batch is of one replica
