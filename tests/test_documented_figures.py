@@ -101,6 +101,17 @@ def test_peaks_of_the_ledger():
     assert f"| {len(steps)} steps ({len(lines)} peaks): {most}, {median} |" in PLAN
 
 
+def test_peaks_of_runs():
+    result = load_result("plan_against_runs")
+    priced = [line for line in result["lines"] if not any(words in line["case"] for words in result["not_priced"])]
+    beyond = [line for line in priced if f"{line['case']} {line['layout']}" in result["beyond_limits"]]
+    most = max(abs(line["error"]) for line in priced if line not in beyond)
+    text = f"{len(priced)} runs: median {result['median_error']:.2%}, at most {most:.1%} but for {len(beyond)}"
+    assert f"{text} at most {result['largest_error']:.1%} low; bytes and FLOPs equal |" in PLAN
+    assert (result["runs_with_wrong_bytes"], result["largest_flops_error"]) == (0, 0.0)
+    assert all(line["layout"].startswith(("dp2 zero2 pp2:zb-v", "dp2 zero3 pp2:zb-v")) for line in beyond)
+
+
 def test_gpu_hours_of_deepseek_v3():
     result = load_result("deepseek_v3")
     chosen, others = result["hai-llm"], result["others"]

@@ -77,9 +77,7 @@ def test_step_prediction_includes_measured_reference_step_factor():
     layout = Layout.parse("dp2 fp32")
     steps = measured(steps=(ReferenceStep("dp2 fp32", 5.0),))
     slow, plain = here(steps), here()
-    train = SimpleNamespace(
-        batch=8, compile=False, cuda_graphs=False, tensor_overlap="off", optimizer="adamw", momentum=0.0
-    )
+    train = SimpleNamespace(batch=8, compile=False, cuda_graphs=False, tensor_overlap="off", planned_optimizer="adamw")
     trainer = SimpleNamespace(
         recipe=SimpleNamespace(train=train, data=SimpleNamespace(sequence=512)), layout=layout,
         device=SimpleNamespace(type="cpu"),

@@ -91,7 +91,7 @@ def check_memory(recipe: Recipe, machine_bytes: int) -> None:
     config = config_from_recipe(recipe.model, recipe.data.sequence, vocabulary, recipe.adapter)
     table = parameter_table(config)
     numel, trained = table.numel, table.trained.numel
-    states = {"adamw": 4, "sgd": 2}[recipe.train.optimizer]  # float32: parameter, gradient and AdamW's two moments
+    states = {"adamw": 4, "momentum": 3, "sgd": 2}[recipe.train.planned_optimizer]  # parameter, gradient, its state
     held = 4 * states * trained + 2 * (numel - trained)  # frozen parameters in 16 bits at least
     tokens = recipe.train.batch // recipe.parsed_layout.micro_batches * recipe.data.sequence
     for what, needed in (

@@ -15,6 +15,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_fields import format_foreign_architecture_warning
 from meshwright.spec.config_from_recipe import config_from_recipe, with_adapter
 from meshwright.spec.config_json import config_from_huggingface, config_from_path, read_config
+from meshwright.spec.distillation import add_projections
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import PRESETS, preset
@@ -125,7 +126,7 @@ def config_of(recipe: Recipe) -> tuple[ModelConfig, str | None]:
         vocabulary = 1  # the model says its own; whether the tokenizer's files fit it is seen when data are prepared
     else:
         vocabulary, assumed = _of_files(data.tokenizer, model.preset)
-    config = config_from_recipe(model, data.sequence, vocabulary, recipe.adapter)
+    config = add_projections(config_from_recipe(model, data.sequence, vocabulary, recipe.adapter), recipe)
     initial = recipe.adapter.from_path
     if initial is not None and (Path(initial).exists() or not any(recipe.run_directory.glob("checkpoints/step-*"))):
         check_initial_adapter(initial, config)

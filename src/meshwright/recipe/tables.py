@@ -234,6 +234,11 @@ class TrainRecipe(Table):
     profile: Annotated[str, AfterValidator(_check_step_range)] | None = None  # steps, "10" or "10:12" (inclusive)
     profile_ranks: list[Annotated[int, Size("ranks", 0)]] = []  # ranks whose operators are traced; empty: all
 
+    @property
+    def planned_optimizer(self) -> str:
+        """Name of the optimizer in the planner, which prices SGD with momentum as "momentum"."""
+        return "momentum" if self.momentum else self.optimizer
+
     @model_validator(mode="after")
     def _check_steps(self) -> Self:
         """Check that warm-up and decay fit into the number of steps, that profiled steps exist, and that options such

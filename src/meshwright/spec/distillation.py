@@ -72,9 +72,9 @@ def make_teacher_layout(layout: Layout, text: str, config: ModelConfig) -> Layou
     return made
 
 
-def check_teacher(recipe: Recipe, student: ModelConfig, layout: Layout) -> None:
-    """Raise `UserError` unless the recipe's teacher can distil the model `student` (its configuration) on `layout`.
-    Nothing is checked if the recipe has no teacher.
+def check_teacher(recipe: Recipe, student: ModelConfig, layout: Layout | None = None) -> None:
+    """Raise `UserError` unless the recipe's teacher can distil the model `student` (its configuration) on `layout`
+    (None: on any). Nothing is checked if the recipe has no teacher.
 
     Checked are the sequence length, the pairs of layers that are compared, on-policy sampling, and the layout in which
     the teacher runs. The vocabularies are compared by `check_vocabularies` instead."""
@@ -91,15 +91,6 @@ def check_teacher(recipe: Recipe, student: ModelConfig, layout: Layout) -> None:
                     f"{recipe.where('distill.layer_map')}: distill.layer_map names layer {layer} of the {whose}, whose "
                     f"layers are 0 to {layers - 1}"
                 )
-    if given.hidden and layout.pp > 1:
-        raise UserError(
-            f'layout "{layout}": distill.hidden compares layers that pipeline ranks do not hold together; leave pp out'
-        )
-    if given.on_policy and (layout.pp > 1 or layout.cp > 1 or (layout.tp > 1 and layout.tensor_sequence_parallel)):
-        raise UserError(
-            f'layout "{layout}": distill.on_policy samples on dp with any zero and on tpN:nosp; leave out '
-            "pp, cp and tp's sequence parallelism"
-        )
     if given.on_policy and student.latent:
         raise UserError(f"distill.on_policy: latent attention (family {student.family}) is not sampled in training yet")
     if given.on_policy and recipe.data.records != "text" and recipe.data.pack:
@@ -108,8 +99,25 @@ def check_teacher(recipe: Recipe, student: ModelConfig, layout: Layout) -> None:
         raise UserError(f"distill.on_policy_prompt {given.on_policy_prompt} leaves nothing of data.sequence {sequence}")
     if given.top_k >= teacher.vocabulary:
         raise UserError(f"distill.top_k {given.top_k} is not below the teacher's vocabulary of {teacher.vocabulary}")
+    if layout is None:
+        return
+    refuse_comparison(layout, given.hidden, given.on_policy > 0)
     if not given.top_k:
         refuse_teacher(layout, given.layout, teacher, recipe.train.batch, sequence)
+
+
+def refuse_comparison(layout: Layout, hidden: bool, on_policy: bool) -> None:
+    """Raise `UserError` if the student cannot be compared with its teacher on the layout of a run. hidden: True if
+    outputs of layers are compared; on_policy: True if the student samples the text of some steps."""
+    if hidden and layout.pp > 1:
+        raise UserError(
+            f'layout "{layout}": distill.hidden compares layers that pipeline ranks do not hold together; leave pp out'
+        )
+    if on_policy and (layout.pp > 1 or layout.cp > 1 or (layout.tp > 1 and layout.tensor_sequence_parallel)):
+        raise UserError(
+            f'layout "{layout}": distill.on_policy samples on dp with any zero and on tpN:nosp; leave out '
+            "pp, cp and tp's sequence parallelism"
+        )
 
 
 def refuse_teacher(

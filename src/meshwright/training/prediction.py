@@ -109,7 +109,7 @@ def _predict_step_time(trainer: Trainer, machine: Cluster) -> StepTime:
         documents += tokens.documents * tokens.sequence / max(1, tokens.tokens)
     return step_time(
         task.config, trainer.layout, machine, trainer.recipe.data.sequence, train.batch, compile=train.compile,
-        optimizer=_find_optimizer_name(trainer), documents=documents, pairs=task.objective.pair_loss is not None,
+        optimizer=train.planned_optimizer, documents=documents, pairs=task.objective.pair_loss is not None,
         teacher=task.objective.teacher_work,
         engine=engines.choose_run_engine(
             train.tensor_overlap, trainer.device.type, train.compile, train.cuda_graphs
@@ -131,7 +131,7 @@ def _predict_ledger(trainer: Trainer, machine: Cluster | None, notes: list[str])
         documents = task.document_starts(trainer.steps_done, STEPS)
     found = ledger(
         task.config, trainer.layout, batch=trainer.recipe.train.batch, sequence=trainer.recipe.data.sequence,
-        optimizer=_find_optimizer_name(trainer), rank=trainer.mesh.rank, device=trainer.device.type,
+        optimizer=trainer.recipe.train.planned_optimizer, rank=trainer.mesh.rank, device=trainer.device.type,
         documents=documents, pairs=task.objective.pair_loss is not None,
         teacher=task.objective.teacher_work,
         compile=trainer.recipe.train.compile, architecture="" if machine is None else machine.device.architecture,
@@ -142,6 +142,8 @@ def _predict_ledger(trainer: Trainer, machine: Cluster | None, notes: list[str])
     )  # fmt: skip
     if trainer.recipe.train.compile and not found.compiled:
         notes.append("memory is predicted as if blocks were not compiled")
+    if task.config.prediction_layers:
+        notes.append("memory is predicted without the activations of multi-token prediction")
     return found
 
 
@@ -173,10 +175,3 @@ def _predict_process_memory(trainer: Trainer, predicted: Ledger, memory: StepMem
         what = "no process-memory profile for this precision and thread count"
         raise UserError(describe_missing(what, trainer.recipe.run.device, key.path))
     return predict_process_memory(trainer, predicted, memory.resident_before, constants, share)
-
-
-def _find_optimizer_name(trainer: Trainer) -> str:
-    """Return the name by which the planner knows the trainer's optimizer: "adamw", "sgd" or "momentum" (SGD with
-    momentum)."""
-    train = trainer.recipe.train
-    return "momentum" if train.optimizer == "sgd" and train.momentum else train.optimizer

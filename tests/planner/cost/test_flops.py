@@ -69,3 +69,12 @@ def test_recomputation_adds_repeated_forward_flops():
     assert training_flops_per_token(config, 4096, recompute="selective") - plain == pytest.approx(core)
     layers = sum(forward.values()) - forward["head"]
     assert training_flops_per_token(config, 4096, recompute="full") - plain == pytest.approx(layers)
+
+
+def test_training_flops_include_multi_token_prediction():
+    """A layer like the last one, the projection of two vectors of 7168, and the output head once more."""
+    config = dataclasses.replace(preset("deepseek-v3"), prediction_layers=1)
+    without = training_flops_per_token(preset("deepseek-v3"), 4096)
+    shorter = training_flops_per_token(dataclasses.replace(preset("deepseek-v3"), layers=60), 4096)
+    ends = 3 * (2 * 2 * 7168 * 7168 + 2 * 7168 * 129280)
+    assert training_flops_per_token(config, 4096) == pytest.approx(2 * without - shorter + ends)

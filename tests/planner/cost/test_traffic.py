@@ -59,6 +59,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo2": {"model_family": "olmo2", "model_layers": 4, "model_tied": False},  # norms of all heads, after sublayers
     "overlapped products": {"model_layers": 4, "train_tensor_overlap": "chunks"},
 }
+PREDICTS = {
+    "model_family": "deepseek_v3",
+    "model_layers": 4,
+    "model_experts": 4,
+    "model_experts_per_token": 2,
+    "model_expert_intermediate": 24,
+    "model_dense_layers": [0],
+    "model_prediction_layers": 1,
+    "model_kv_heads": None,
+    "model_tied": None,
+}
+"""With a module of multi-token prediction, which has a second embedding, head and loss around its layer."""
 
 PREFERENCES = (
     ("llama", "cp2 tp2 mb2", False),
@@ -160,6 +172,14 @@ def test_bytes_sent_match_prediction_on_every_axis(four, tmp_path):
                 assert recorded.pop("ep") > 0 and predicted.pop("ep") > 0
                 assert {"shard", "expert_shard"} <= recorded.keys()
             assert recorded and predicted == recorded, (name, layout, rank)
+
+
+def test_bytes_sent_by_multi_token_prediction_match_prediction(four, tmp_path):
+    for layout in ("dp2 zero3 tp2 mb2", "tp2:nosp pp2:zb-v mb4 ac:full"):
+        text = recipe_text(tmp_path, layout, PREDICTS)
+        for rank, (recorded, predicted) in enumerate(four.run(two_counts, text)):
+            assert recorded and predicted == recorded, (layout, rank)
+            assert ("prediction.embedding" in recorded) == ("pp2" not in layout or rank < 2)
 
 
 @pytest.mark.parametrize("cases", [PREFERENCES[::2], *exhaustive([*PREFERENCES[1::2]])], ids=["some", "others"])

@@ -131,6 +131,8 @@ DROPPED_GPT = dataclasses.replace(
 )  # fmt: skip
 GPT = dataclasses.replace(preset("gpt2-tiny"), vocabulary=128, layers=2)
 CAPPED = dataclasses.replace(preset("gemma2-tiny"), vocabulary=256)
+CAPPED_LOGITS = dataclasses.replace(preset("gemma2-tiny"), vocabulary=2048)  # the peak is in the loss
+SINKS = dataclasses.replace(preset("gpt-oss-tiny"), vocabulary=128, experts=2)
 TIED = dataclasses.replace(preset("llama-tiny"), vocabulary=256, layers=1, hidden=512, intermediate=64)
 
 
@@ -142,6 +144,8 @@ TIED = dataclasses.replace(preset("llama-tiny"), vocabulary=256, layers=1, hidde
         *(Step(DROPPED, f"ac:{again}", 4, 64, dtype=dtype)
           for again, dtype in (("full", "bfloat16"), ("selective", "bfloat16"), ("selective", "float32"))),
         Step(DROPPED_GPT, "ac:selective", 8, 64), Step(CAPPED, "dp1", 8, 64, dtype="bfloat16"),
+        Step(CAPPED_LOGITS, "dp1", 4, 64), Step(CAPPED_LOGITS, "dp1", 4, 64, dtype="bfloat16"),
+        Step(SINKS, "ac:full", 4, 128, dtype="bfloat16"),
     ],
     ids=lambda step: f"{step.config.family} {step.layout} {step.dtype}",
 )  # fmt: skip

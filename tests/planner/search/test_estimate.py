@@ -12,6 +12,7 @@ import pytest
 
 from meshwright.collectives.quantities import GIB
 from meshwright.errors import UserError
+from meshwright.launcher.recipe_checks import check_recipe
 from meshwright.layout import Layout
 from meshwright.planner.api import plan
 from meshwright.planner.cost.flops import training_flops_per_token
@@ -20,7 +21,9 @@ from meshwright.planner.memory.ledger import ledger
 from meshwright.planner.memory.rank_memory import MEMORY_PARTS, memory_of
 from meshwright.planner.search.estimate import Estimate
 from meshwright.planner.show.explain import explain
+from meshwright.recipe import Recipe, load_recipe
 from meshwright.spec.config_json import config_to_huggingface
+from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 
 
@@ -313,3 +316,49 @@ def test_memory_of_a_recipe_with_cuda_graphs_has_workspaces_of_the_capture(graph
     without, graphs = (plan(recipe, "1xh100-sxm", "dp1").best.memory.peak_bytes for recipe in graph_recipes)
     tokens_and_targets = 2 * 8 * 4 * 32
     assert graphs - without == 2 * (32 << 20) + tokens_and_targets
+
+
+def write_distilled_recipe(tiny_recipe: Path, **settings: Any) -> Recipe:
+    """Return the recipe with a teacher of twice its width, next to its file, and the keys `settings` of [distill]."""
+    teacher = dataclasses.replace(preset("llama-tiny"), vocabulary=257, max_positions=64, hidden=64, head_dim=16)
+    teacher_file = tiny_recipe.with_name("config.json")
+    teacher_file.write_text(json.dumps(dict(config_to_huggingface(teacher))))
+    tables = load_recipe(str(tiny_recipe)).to_tables()
+    tables["data"] = tables["data"] | {"tokenizer": "bytes"}
+    return Recipe.from_tables(tables | {"distill": {"teacher": str(tiny_recipe.parent)} | settings})
+
+
+def test_memory_of_a_recipe_has_the_momentum_of_its_optimizer(tiny_recipe: Path):
+    tables = load_recipe(str(tiny_recipe)).to_tables()
+    tables["train"] = tables["train"] | {"optimizer": "sgd"}
+    without = Recipe.from_tables(tables)
+    momentum = Recipe.from_tables(tables | {"train": tables["train"] | {"momentum": 0.9}})
+    plain, held = (plan(recipe, "1xh100-sxm", "dp1 fp32") for recipe in (without, momentum))
+    numel = parameter_table(plain.problem.config).numel
+    assert held.best.memory.peak_bytes - plain.best.memory.peak_bytes == 4 * numel
+
+
+def test_model_of_a_distilled_recipe_has_the_projections_that_train_creates(tiny_recipe: Path):
+    recipe = write_distilled_recipe(tiny_recipe, hidden=True)
+    found = plan(recipe, "1xh100-sxm", "dp1 fp32").problem.config
+    assert [width for _, width in found.projections] == [64] * found.layers
+
+
+def test_plan_refuses_the_layouts_that_distillation_cannot_train(tiny_recipe: Path):
+    for settings, refused, accepted in (
+        ({"hidden": True}, "pp2 mb2", "tp2"),
+        ({"on_policy": 0.5}, "tp2", "tp2:nosp"),
+        ({"on_policy": 0.5}, "cp2", "dp2 zero3"),
+    ):
+        recipe = write_distilled_recipe(tiny_recipe, **settings)
+        trained = Recipe.from_tables(recipe.to_tables() | {"layout": f"{refused} fp32"})
+        with pytest.raises(UserError) as of_train:
+            check_recipe(trained)
+        with pytest.raises(UserError) as of_plan:
+            plan(recipe, "2xh100-sxm", f"{refused} fp32")
+        assert str(of_plan.value) == str(of_train.value), (settings, refused)
+        assert plan(recipe, "2xh100-sxm", accepted).best.fits
+        found = str(plan(recipe, "2xh100-sxm").best.layout)
+        check_recipe(Recipe.from_tables(recipe.to_tables() | {"layout": found}))
+    with pytest.raises(UserError, match="layer_map names layer 9"):
+        plan(write_distilled_recipe(tiny_recipe, hidden=True, layer_map=[[0, 9]]), "1xh100-sxm")

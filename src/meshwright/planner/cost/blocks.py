@@ -103,6 +103,13 @@ def list_operations(batch: MicroBatch, stage: Stage, *, at_once: bool = True) ->
     return found
 
 
+def prediction_operators(batch: MicroBatch) -> list[Operator]:
+    """Return the operators of multi-token prediction, with the collectives of its embedding, head and loss; an empty
+    list for models without it."""
+    layers = range(batch.config.layers, batch.config.layers + batch.config.prediction_layers)
+    return [one for layer in layers for one in (*read_operators(batch, "prediction"), *layer_operators(batch, layer))]
+
+
 def prediction_operations(batch: MicroBatch, keeps_gradient: bool) -> list[Operation]:
     """Return the kernels of the multi-token-prediction layer; an empty list for models without one. keeps_gradient:
     True if the forward already computes and saves the gradients of the head's input and weight."""

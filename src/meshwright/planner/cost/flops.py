@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
-from meshwright.spec.work import ATTENTION_CORE, RECOMPUTED, head_flops, layer_flops
+from meshwright.spec.work import ATTENTION_CORE, RECOMPUTED, head_flops, layer_flops, prediction_flops
 
 FLOPS_CONVENTION = (
     "model FLOPs: 2 per multiply-add of matrix products, attention counted for the keys a token sees (causal, window), "
@@ -40,7 +40,7 @@ def training_flops_per_token(config: ModelConfig, sequence: int, causal: bool = 
     forward = forward_flops_per_token(config, sequence, causal)
     repeated = sum(forward.get(operation, 0.0) for operation in RECOMPUTED[recompute])
     if config.adapter is None:
-        return 3 * sum(forward.values()) + repeated
+        return 3 * (sum(forward.values()) + prediction_flops(config, sequence)) + repeated
     core = sum(forward[operation] for operation in ATTENTION_CORE)
     trained = sum(2.0 * entry.numel * entry.active for entry in parameter_table(config).trained.entries)
     return 2 * sum(forward.values()) + core + 3 * trained + repeated

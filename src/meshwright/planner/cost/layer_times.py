@@ -162,14 +162,11 @@ class LayerTimes:
             operators, kernels = blocks.layer_operators(batch, layer), blocks.layer_operations(batch, layer)
             self.layer[number][..., indices] = price.seconds(operators, kernels, host)
         self.first[..., indices] = price.seconds(blocks.embedding_operators(batch))
-        predicted = blocks.layer_operators(batch, batch.config.layers) if batch.config.prediction_layers else ()
         for kept in (False, True):
             keeps = kept or self.problem.engine.name != "meshwright"
-            head = blocks.head_operators(batch, keeps)
-            self.last[int(kept)][..., indices] = price.seconds(head)
-            if predicted:
-                kernels = blocks.prediction_operations(batch, keeps)
-                self.last[int(kept)][..., indices] += price.seconds([*head, *predicted], kernels)
+            last = price.seconds(blocks.head_operators(batch, keeps))
+            kernels = blocks.prediction_operations(batch, keeps)
+            self.last[int(kept)][..., indices] = last + price.seconds(blocks.prediction_operators(batch), kernels)
         listed = [blocks.layer_operators(batch, layer) for layer in self.examples.values()]
         listed += [blocks.embedding_operators(batch), blocks.head_operators(batch, True)]
         listed.append(communication.list_shared_operators(batch))

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from meshwright.layout import Layout
 from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
+from meshwright.spec import distillation
 from meshwright.spec.config import ModelConfig
-from meshwright.spec.distillation import fit_vocabulary, map_layers, read_teacher_config, refuse_teacher
 
 if TYPE_CHECKING:
     from meshwright.recipe import Recipe
@@ -26,6 +26,7 @@ class TeacherWork:
             in every step.
         projected: Number of the teacher's layers whose outputs are compared with the student's.
         divergence: Divergence of the loss, such as "forward_kl".
+        on_policy: True if the student samples the text of some steps.
     """
 
     config: ModelConfig
@@ -34,12 +35,14 @@ class TeacherWork:
     top_k: int = 0
     projected: int = 0
     divergence: str = "forward_kl"
+    on_policy: bool = False
 
     def refuse(self, layout: Layout, batch: int, sequence: int) -> None:
         """Raise `UserError` if the teacher cannot run on the ranks of a layout, as training does. batch, sequence:
         sequences of a step, tokens of each."""
+        distillation.refuse_comparison(layout, self.projected > 0, self.on_policy)
         if not self.top_k:
-            refuse_teacher(layout, self.held, self.config, batch, sequence, planning=True)
+            distillation.refuse_teacher(layout, self.held, self.config, batch, sequence, planning=True)
 
     def forward_flops_per_token(self, sequence: int) -> float:
         """Return the FLOPs of the teacher's forward for one token; 0 if its outputs are cached. sequence: tokens that
@@ -64,11 +67,11 @@ class TeacherWork:
 def make_teacher_work(recipe: Recipe, student: ModelConfig) -> TeacherWork | None:
     """Return the sizes of the teacher that a recipe names; None without one. student: configuration of the trained
     model. Raises `UserError` if the teacher's configuration cannot be read."""
-    config, given = read_teacher_config(recipe), recipe.distill
+    config, given = distillation.read_teacher_config(recipe), recipe.distill
     if config is None:
         return None
+    distillation.check_teacher(recipe, student)
     size = {None: 0, "float64": 8, "float32": 4}.get(given.dtype, 2)
-    projected = len({teacher for _, teacher in map_layers(recipe, student.layers)})
-    return TeacherWork(
-        fit_vocabulary(config, student.vocabulary), given.layout, size, given.top_k, projected, given.loss
-    )
+    projected = len({teacher for _, teacher in distillation.map_layers(recipe, student.layers)})
+    config = distillation.fit_vocabulary(config, student.vocabulary)
+    return TeacherWork(config, given.layout, size, given.top_k, projected, given.loss, given.on_policy > 0)

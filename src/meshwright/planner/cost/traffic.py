@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.layout import Layout
-from meshwright.planner.cost.blocks import stage_operators
+from meshwright.planner.cost.blocks import prediction_operators, stage_operators
 from meshwright.planner.cost.data_calls import DataCalls, Work, sum_by_axis, sum_by_site
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.cost.operators import CollectiveCall
@@ -107,7 +107,8 @@ class _StepTraffic(DataCalls):
     def count_operators(self, stage: Stage, count: int) -> None:
         """Count the bytes that this rank sends in a stage's tensor-, context- and expert-parallel collectives for
         `count` micro-batches, forward and backward."""
-        for operator in stage_operators(self.micro_batch, stage):
+        last = prediction_operators(self.micro_batch) if stage.last else []
+        for operator in (*stage_operators(self.micro_batch, stage), *last):
             for one in operator.collectives:
                 for site, size in one.sites:
                     self.count_collective(one, site, size, count * one.count * (1 + one.again))

@@ -72,9 +72,7 @@ class TeacherMemory:
         dtype = {2: "bfloat16", 4: "float32", 8: "float64"}[self.item]
         forward = MicroBatch.of(config, self.layout, self.batch.rows, self.batch.sequence, dtype=dtype)
         experts = config.experts_per_token * config.expert_intermediate if config.experts else 0
-        sizes = {
-            "top_k": top_k, "projected": self.teacher.projected, "columns": max(config.intermediate, experts),
-        }  # fmt: skip
+        sizes = {"top_k": top_k, "projected": self.teacher.projected, "columns": max(config.intermediate, experts)}
         flags = {"cached": top_k, "projects": self.teacher.projected}
         return Pass(layer_dimensions(forward, 0, sizes, flags)).snapshots(section)
 

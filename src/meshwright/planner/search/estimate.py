@@ -150,8 +150,8 @@ def problem_of(
     recipe = find_recipe(model)
     given: dict[str, Any] = {"sequence": sequence, "batch": batch, "optimizer": None, "compile": None} | options
     if recipe is not None:
-        own = {name: getattr(recipe.train, name) for name in ("batch", "optimizer", "compile")}
-        own["sequence"] = recipe.data.sequence
+        own = {name: getattr(recipe.train, name) for name in ("batch", "compile")}
+        own |= {"sequence": recipe.data.sequence, "optimizer": recipe.train.planned_optimizer}
         given |= {name: value for name, value in own.items() if given[name] is None}
     for name, example in _EXAMPLES.items():
         if given[name] is None:

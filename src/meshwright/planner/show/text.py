@@ -101,9 +101,8 @@ def advice_text(result: SearchResult, too_large: TooLargeLayout) -> str:
     """Format a layout that is fast but does not fit, and the change that makes it fit. too_large: the layout and its
     change."""
     problem = result.problem
-    more = too_large.bytes - problem.usable_bytes
-    wants = f"{too_large.layout}: {seconds_text(problem, too_large.layout, too_large.seconds)}, "
-    wants += f"but {format_size(more)} too much"
+    took = seconds_text(problem, too_large.layout, too_large.seconds)
+    wants = f"{too_large.layout}: {took}, but {format_size(too_large.bytes - problem.usable_bytes)} too much"
     change = change_text(problem, too_large)
     return f"{wants}; it fits with {change}" if change else f"{wants}; {NO_CHANGE} makes it fit"
 
