@@ -27,6 +27,7 @@ from meshwright.emulation.ranks import EmulatedRanks
 from meshwright.emulation.scheduler import EmulationFailed
 from meshwright.flight_recorder.call_log import RankCalls
 from meshwright.flight_recorder.call_ring import get_process_writer
+from meshwright.flight_recorder.circular_wait import find_circular_wait
 from meshwright.layout import Layout
 from meshwright.model.experts import Mixture
 from meshwright.model.weight_gradients import WAITING
@@ -45,7 +46,6 @@ from meshwright.verification.problem import Problem
 from meshwright.verification.ranks import RankResult, _VerificationRun, run_rank
 from tests.conftest import exhaustive
 from tests.emulation.streams import ComputeStream, StreamFault, StreamRanks
-from tests.flight_recorder.circular_wait import find_circular_wait
 from tests.training.recorded_graph import Capture, CapturedCalls, RecordedGraph
 
 LAYOUTS = (  # every axis, ZeRO stage and kind of activation checkpointing, and each kind of schedule
