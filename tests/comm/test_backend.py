@@ -18,7 +18,7 @@ from meshwright.comm import collectives, transport
 from meshwright.comm.backend import compute_backend_timeout, get_group_backends
 from meshwright.comm.device_thread import start_thread
 from meshwright.comm.local import LocalRanks
-from meshwright.comm.mesh import AXIS_NAMES, EXPERT_AXES, Axis, Communicator, Mesh
+from meshwright.comm.mesh import AXIS_NAMES, EXPERT_AXES, Axis, CommunicationState, Mesh
 from meshwright.layout import Layout
 from meshwright.training.deterministic import deterministic
 
@@ -216,7 +216,7 @@ def test_receive_on_a_device_copies_nothing_to_the_host():
 
 def test_barrier_on_a_device_holds_the_host():
     order: list[str] = []
-    axis = Axis("world", (0, 1), 0, None, Communicator("cuda"))
+    axis = Axis("world", (0, 1), 0, None, CommunicationState("cuda"))
     cuda = torch.device("cuda", 0)
     queued, nothing = mock.Mock(), mock.Mock(is_cuda=True, device=cuda, dtype=torch.float32, shape=(1,))
     queued.wait.side_effect = lambda *_: order.append("stream waits")

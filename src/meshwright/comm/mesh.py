@@ -20,6 +20,7 @@ from meshwright.comm.programs import Executable
 from meshwright.comm.record import Record
 from meshwright.errors import RankLost, UserError
 from meshwright.flight_recorder.call_ring import get_process_writer
+from meshwright.flight_recorder.wrapped_calls import CallRecorder
 from meshwright.layout import Layout
 
 AXIS_NAMES = ("tp", "cp", "dp", "pp", "ep", "etp", "data", "shard", "reduction", "replica", "world")
@@ -29,7 +30,7 @@ EXPERT_AXES = {f"expert_{name}": name for name in ("data", "shard", "reduction",
 MakeGroup = Callable[[Sequence[tuple[int, ...]], str], dist.ProcessGroup | None]
 
 
-calls_in_flight: dict[Any, Communicator] = {}
+calls_in_flight: dict[Any, CommunicationState] = {}
 """Handles (`comm.handle.Handle`) of calls in flight -> their communicator. A handle is referenced until it is waited
 for even if the caller drops it: a transfer whose buffer is freed too early blocks its connection, and with it every
 later message from that rank."""
@@ -38,7 +39,7 @@ SETTLING_SECONDS = 10.0
 """Seconds for which `Mesh.close` waits for such calls."""
 
 
-class Communicator:
+class CommunicationState:
     """Communication state of one process, shared by its mesh axes: byte counts of calls, flight recorder (ring of
     recent calls), injected fault.
 
@@ -52,7 +53,7 @@ class Communicator:
     ) -> None:  # fmt: skip
         self.programs = NamedPrograms(programs, timeout_seconds, device)
         self.record = Record()
-        self.calls = get_process_writer()
+        self.calls: CallRecorder = get_process_writer()
         self.faults = Faults()
         self.device = torch.device(device)
         self.timeout_seconds = timeout_seconds
@@ -103,7 +104,7 @@ class Axis:
     ranks: tuple[int, ...]
     rank: int
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
-    communicator: Communicator = field(default_factory=Communicator, compare=False, repr=False)
+    communicator: CommunicationState = field(default_factory=CommunicationState, compare=False, repr=False)
     purpose: str = ""
 
     @property
@@ -189,7 +190,7 @@ class Mesh:
     world: Axis
 
     def __init__(
-        self, layout: Layout, rank: int, device: torch.device, communicator: Communicator, make_group: MakeGroup,
+        self, layout: Layout, rank: int, device: torch.device, communicator: CommunicationState, make_group: MakeGroup,
         purposes: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         self.layout = layout
@@ -229,7 +230,7 @@ class Mesh:
         layout = Layout() if layout is None else layout
         if layout.world_size != 1:
             raise UserError(f'layout "{layout}" needs {layout.world_size} processes, this is one')
-        return cls(layout, 0, torch.device(device), Communicator(device), lambda *_: None)
+        return cls(layout, 0, torch.device(device), CommunicationState(device), lambda *_: None)
 
     @classmethod
     def create(
@@ -250,7 +251,7 @@ class Mesh:
         nccl = "nccl" if get_group_backends(None).get(torch.device(device).type) == "nccl" else None
         splits = nccl is not None and getattr(dist.group.WORLD, "bound_device_id", None) is not None
         split = partial(dist.split_group, None, timeout=timeout, backend=nccl)
-        communicator = Communicator(device, timeout_seconds, programs)
+        communicator = CommunicationState(device, timeout_seconds, programs)
         # Axes over the same ranks share one group, unless they differ in purpose.
         groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup | None] = {(everybody, ""): dist.group.WORLD}
 
