@@ -1,4 +1,4 @@
-"""Recorders that wrap a rank's ring buffer record in it what they do not override, and have no ring buffer themselves."""
+"""Recorders that wrap a rank's ring buffer record in it what they do not override, and map no memory."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from meshwright.flight_recorder.call_ring import get_process_writer
 from meshwright.flight_recorder.wrapped_calls import CallRecorder
 from meshwright.layout import Layout
 
-AXIS_NAMES = ("tp", "cp", "dp", "pp", "ep", "etp", "data", "shard", "reduction", "replica", "world")
+AXIS_NAMES = ("tp", "cp", "pp", "ep", "etp", "data", "shard", "reduction", "replica", "world")
 EXPERT_AXES = {f"expert_{name}": name for name in ("data", "shard", "reduction", "replica")}
 """Axes of experts -> the axes that they equal without expert parallelism."""
 
@@ -94,7 +94,7 @@ class CommunicationState:
 class Axis:
     """One axis of the device mesh as seen by one rank: the ranks of this rank's group along the axis.
 
-    name: such as "dp". ranks: global ranks of this group, in order. rank: index of this rank in `ranks`. group: process
+    name: such as "tp". ranks: global ranks of this group, in order. rank: index of this rank in `ranks`. group: process
     group of these ranks (usually None if the axis has one rank). communicator: communication state of the process.
     purpose: purpose for which the process group is apart from others of these ranks
     (`collectives.communicators.list_purposes`); "" without one.
@@ -146,6 +146,13 @@ class Axis:
         return f"{self.name}{self.ranks}{self.purpose}"
 
 
+class Replica(NamedTuple):
+    """Data-parallel replica of a rank. rank: index of the replica; size: number of replicas."""
+
+    rank: int
+    size: int
+
+
 _axes: dict[str, list[Axis]] = {}
 """Axes of this process by key, for custom operators: one for each mesh with these ranks, the newest last. The newest
 serves all of these meshes, as their groups have the same ranks."""
@@ -160,12 +167,12 @@ def find_axis(key: str) -> Axis:
 class Mesh:
     """Device mesh of a parallel layout: all its axes as seen by one rank.
 
-    `tp cp dp pp ep etp`: tensor, context, data, pipeline, expert and expert-tensor parallelism. `data`: dp x cp, over
-    which gradients are summed. `shard`: ranks over which ZeRO shards model states (`data`, or with `hsN` groups of N
-    ranks inside it). `reduction`: the axis `shard` with the process group of its reductions of gradients. `replica`:
-    ranks with equal shards, one in each sharding group. `expert_data expert_shard expert_reduction expert_replica`: the
-    counterparts for expert parameters under ep x etp, otherwise equal to data, shard, reduction and replica. `world`:
-    all ranks.
+    `tp cp pp ep etp`: tensor, context, pipeline, expert and expert-tensor parallelism. `dp`: this rank's data-parallel
+    replica. `data`: dp x cp, over which gradients are summed; no call is made over dp alone. `shard`: ranks over which
+    ZeRO shards model states (`data`, or with `hsN` groups of N ranks inside it). `reduction`: the axis `shard` with the
+    process group of its reductions of gradients. `replica`: ranks with equal shards, one in each sharding group.
+    `expert_data expert_shard expert_reduction expert_replica`: the counterparts for expert parameters under ep x etp,
+    otherwise equal to data, shard, reduction and replica. `world`: all ranks.
 
     Built by `Mesh.create` or `Mesh.single`. rank: global rank. device: device of the rank's tensors. communicator:
     communication state of the process. make_group: function (groups, purpose) that returns this rank's process group
@@ -175,7 +182,7 @@ class Mesh:
 
     tp: Axis
     cp: Axis
-    dp: Axis
+    dp: Replica
     pp: Axis
     ep: Axis
     etp: Axis
@@ -195,6 +202,7 @@ class Mesh:
     ) -> None:  # fmt: skip
         self.layout = layout
         self.rank = rank
+        self.dp = Replica(layout.coordinates(rank)["dp"], layout.dp)
         self.world_size = layout.world_size
         self.device = device
         self.communicator = communicator
