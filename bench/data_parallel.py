@@ -23,23 +23,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import paired_ratio, write_result
-from meshwright.comm.collectives import all_reduce
+from engine_step import make_engine_step
 from meshwright.comm.local import LocalRanks
-from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.parallelize import build_axes
-from meshwright.parallel.step import count_targets
-from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.recipe import Recipe
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.spec.parameters import parameter_table
-from meshwright.training.optimizer import Optimizer
-from tests.parallel.backward_pass import run_backward
 
 SHAPE = {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 8, "intermediate": 1408, "vocabulary": 8192}
 SEQUENCE, ROWS = 512, 1  # tokens per sequence; sequences per rank and step
@@ -62,28 +55,6 @@ def recipe() -> Recipe:
             "train": {"steps": 1000, "batch": 2 * ROWS, "learning_rate": 1e-4},
         }
     )
-
-
-def ours(config: ModelConfig, layout: Layout, dtype: torch.dtype) -> Callable[[Any], float]:
-    mesh = Mesh.create(layout)
-    model = Transformer(config, axes=build_axes(mesh), dtype=dtype)
-    parallel = ZeroEngine(model, parameter_table(config), mesh, seed=0, parameter_dtype=dtype)
-    optimizer = Optimizer(parallel.shards, recipe().train)
-
-    def step(batch: Any) -> float:
-        tokens, goals = batch
-        targets = count_targets([goals], mesh)()
-        parallel.begin_step(1)
-        loss = model(tokens, goals, units=parallel.prefetchers[0]) / targets
-        run_backward(parallel, loss)
-        parallel.finish()
-        verdict = torch.stack([loss.detach().double(), parallel.squared_norm_share()])
-        all_reduce(verdict, mesh.world, "step.verdict")
-        optimizer.step(1e-4, min(1.0, 1.0 / (float(verdict[1]) ** 0.5 + 1e-6)))
-        parallel.all_gather_parameters()
-        return float(verdict[0])
-
-    return step
 
 
 def theirs(config: ModelConfig, layout: Layout, dtype: torch.dtype) -> Callable[[Any], float]:
@@ -124,7 +95,10 @@ def race(name: str, pairs: int) -> dict[str, Any]:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     config = config_from_recipe(recipe().model, SEQUENCE, SHAPE["vocabulary"])
     layout = Layout.parse(layout_text)
-    sides = {"ours": ours(config, layout, dtype), "theirs": theirs(config, layout, dtype)}
+    sides = {
+        "ours": make_engine_step(config, layout, dtype, 0, recipe().train),
+        "theirs": theirs(config, layout, dtype),
+    }
     random = torch.Generator().manual_seed(dist.get_rank())
     batch = tuple(torch.randint(0, SHAPE["vocabulary"], (ROWS, SEQUENCE), generator=random) for _ in range(2))
     losses = {side: [step(batch) for _ in range(WARM)] for side, step in sides.items()}

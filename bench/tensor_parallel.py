@@ -26,24 +26,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import paired_ratio, write_result
+from engine_step import make_engine_step
 from llama_dtensor import Llama, load, shard, split
-from meshwright.comm.collectives import all_reduce
 from meshwright.comm.local import LocalRanks
-from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
-from meshwright.model.transformer import Transformer
 from meshwright.monitoring.memory import keep_freed_memory
-from meshwright.parallel.parallelize import build_axes
-from meshwright.parallel.step import count_targets
-from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.recipe import Recipe
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.spec.parameters import parameter_table
-from meshwright.training.optimizer import Optimizer
-from tests.parallel.backward_pass import run_backward
 
 SHAPE = {"layers": 3, "hidden": 1024, "heads": 16, "kv_heads": 16, "intermediate": 2816, "vocabulary": 8192}
 SEQUENCE, ROWS = 512, 1  # tokens per sequence; sequences per replica and step
@@ -80,28 +72,6 @@ def recipe() -> Recipe:
             "train": {"steps": 1000, "batch": ROWS, "learning_rate": RATE},
         }
     )
-
-
-def ours(config: ModelConfig, layout: Layout, dtype: torch.dtype) -> Callable[[Any], float]:
-    mesh = Mesh.create(layout)
-    model = Transformer(config, axes=build_axes(mesh), dtype=dtype)
-    parallel = ZeroEngine(model, parameter_table(config), mesh, seed=SEED, parameter_dtype=dtype)
-    optimizer = Optimizer(parallel.shards, recipe().train)
-
-    def step(batch: Any) -> float:
-        tokens, goals = batch
-        targets = count_targets([goals], mesh)()
-        parallel.begin_step(1)
-        loss = model(tokens, goals, units=parallel.prefetchers[0]) / targets
-        run_backward(parallel, loss)
-        parallel.finish()
-        verdict = torch.stack([loss.detach().double() / mesh.tp.size, parallel.squared_norm_share()])
-        all_reduce(verdict, mesh.world, "step.verdict")
-        optimizer.step(RATE, min(1.0, 1.0 / (float(verdict[1]) ** 0.5 + 1e-6)))
-        parallel.all_gather_parameters()
-        return float(verdict[0])
-
-    return step
 
 
 def theirs(config: ModelConfig, layout: Layout, dtype: torch.dtype) -> Callable[[Any], float]:
@@ -155,7 +125,10 @@ def race(layout_text: str, precision: str, pairs: int) -> dict[str, Any]:
     keep_freed_memory()  # as in every rank of `meshwright train`; the same for both contenders
     dtype, layout = DTYPES[precision], Layout.parse(layout_text)
     config = config_from_recipe(recipe().model, SEQUENCE, SHAPE["vocabulary"])
-    sides = {"ours": ours(config, layout, dtype), "theirs": theirs(config, layout, dtype)}
+    sides = {
+        "ours": make_engine_step(config, layout, dtype, SEED, recipe().train),
+        "theirs": theirs(config, layout, dtype),
+    }
     random = torch.Generator().manual_seed(layout.coordinates(dist.get_rank())["dp"])
     batch = tuple(torch.randint(0, SHAPE["vocabulary"], (ROWS, SEQUENCE), generator=random) for _ in range(2))
     losses = {side: [step(batch) for _ in range(WARM)] for side, step in sides.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from meshwright.collectives.communicators import Communicator
 from meshwright.collectives.nccl_buffers import estimate_buffer_bytes
 from meshwright.layout import Layout
 
@@ -26,3 +27,13 @@ def test_messages_to_other_nodes_have_fewer_channels() -> None:
 def test_reductions_of_zero_3_take_buffers_of_another_communicator() -> None:
     apart, shared = (estimate_buffer_bytes(Layout.parse(f"dp8 {zero}"), 8) for zero in ("zero3", "zero2"))
     assert apart == 2 * shared == 2 * 2 * 24 * (14 << 20)
+
+
+def test_sub_axes_take_buffers_unless_their_ranks_have_a_communicator_already() -> None:
+    layout = Layout.parse("tp2 pp4 mb4")
+    channels = 2 * 24 * (14 << 20)
+    apart = {"pp[0,3]": Communicator(2, 6, "pp[0,3]")}
+    known = {"tp/2": Communicator(2, 1, ""), "pp[0,1,2,3]": Communicator(4, 2, "")}
+    without = estimate_buffer_bytes(layout, 8)
+    assert estimate_buffer_bytes(layout, 8, apart) - without == channels
+    assert estimate_buffer_bytes(layout, 8, known) - without == channels, "a ring on the pipeline's communicator"

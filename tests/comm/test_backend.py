@@ -18,7 +18,7 @@ from meshwright.comm import collectives, transport
 from meshwright.comm.backend import compute_backend_timeout, get_group_backends
 from meshwright.comm.device_thread import start_thread
 from meshwright.comm.local import LocalRanks
-from meshwright.comm.mesh import AXIS_NAMES, EXPERT_AXES, Axis, Communicator, Mesh
+from meshwright.comm.mesh import AXIS_NAMES, EXPERT_AXES, Axis, CommunicationState, Mesh
 from meshwright.layout import Layout
 from meshwright.training.deterministic import deterministic
 
@@ -58,17 +58,17 @@ def test_groups_are_made_one_by_one_unless_the_world_is_bound_to_gpus(
     mesh, new_group, split_group = make_mesh_of_512(monkeypatch, Layout(dp=64, tp=8), config, device, bound=False)
     assert new_group.call_count == 64 + 8 and not split_group.called
     assert {call.args[2] for call in new_group.call_args_list} == {"nccl" if device == "cuda" else None}
-    assert mesh.tp.ranks == tuple(range(8, 16)) and mesh.dp.ranks == tuple(range(1, 512, 8))
+    assert mesh.tp.ranks == tuple(range(8, 16)) and mesh.data.ranks == tuple(range(1, 512, 8))
 
 
 LAYOUTS_OF_512 = {  # layout: axes whose groups are made, each by one call of all ranks
-    "dp64 zero1 tp8": ["tp", "dp"],
+    "dp64 zero1 tp8": ["tp", "data"],
     "dp512 zero2": [],
     "dp512 zero3": ["reduction"],
-    "dp64 zero3 tp8 hs8": ["tp", "dp", "shard", "reduction", "replica"],
-    "dp8 zero1 tp8 pp8:zb-v mb16": ["tp", "dp", "pp"],
+    "dp64 zero3 tp8 hs8": ["tp", "data", "shard", "reduction", "replica"],
+    "dp8 zero1 tp8 pp8:zb-v mb16": ["tp", "pp", "data"],
     "dp512 zero1 hs8 ep8": ["ep", "shard", "replica"],
-    "cp8 dp64 zero2": ["cp", "dp"],
+    "cp8 dp64 zero2": ["cp"],
 }
 
 
@@ -120,7 +120,7 @@ COMMUNICATORS = {  # layout: how many a rank has under NCCL, and of these for re
 def test_mesh_has_the_communicators_that_the_planner_counts(monkeypatch: pytest.MonkeyPatch, text: str):
     """Those of reductions under ZeRO-3 among them; gloo, which runs the calls of a group at once, has none."""
     layout = Layout.parse(text)
-    names = [*(name for name in AXIS_NAMES if name != "dp"), *(EXPERT_AXES if layout.expert_parallel else ())]
+    names = [*AXIS_NAMES, *(EXPERT_AXES if layout.expert_parallel else ())]
     for config, device in (("cpu:gloo,cuda:nccl", "cuda"), ("cpu:gloo", "cpu")):
         mesh = make_mesh_of_rank_1(monkeypatch, text, config, device)
         groups: dict[int, set[str]] = {}
@@ -216,7 +216,7 @@ def test_receive_on_a_device_copies_nothing_to_the_host():
 
 def test_barrier_on_a_device_holds_the_host():
     order: list[str] = []
-    axis = Axis("world", (0, 1), 0, None, Communicator("cuda"))
+    axis = Axis("world", (0, 1), 0, None, CommunicationState("cuda"))
     cuda = torch.device("cuda", 0)
     queued, nothing = mock.Mock(), mock.Mock(is_cuda=True, device=cuda, dtype=torch.float32, shape=(1,))
     queued.wait.side_effect = lambda *_: order.append("stream waits")

@@ -149,7 +149,7 @@ def groups_of(layout: str) -> dict[str, tuple[int, ...]]:
     collectives.all_reduce(x, mesh.replica, "test")
     assert x.item() == sum(mesh.replica.ranks)
     mesh.close()
-    return {name: getattr(mesh, name).ranks for name in ("dp", "data", "shard", "replica", "tp", "world")}
+    return {name: getattr(mesh, name).ranks for name in ("data", "shard", "replica", "tp", "world")}
 
 
 def axis_pairs(world_size: int) -> None:
@@ -311,7 +311,7 @@ def test_hybrid_groups_shard_inside_and_replicate_across(ranks):
     first, _, third, _ = ranks.run(groups_of, "dp4 zero3 hs2")
     assert first["shard"] == (0, 1) and first["replica"] == (0, 2)
     assert third["shard"] == (2, 3) and third["replica"] == (0, 2)
-    assert first["data"] == first["dp"] == first["world"] == (0, 1, 2, 3)
+    assert first["data"] == first["world"] == (0, 1, 2, 3)
     assert first["tp"] == (0,)
 
 

@@ -16,7 +16,7 @@ from torch.distributed import _symmetric_memory
 
 from meshwright.comm.faults import KINDS, Fault
 from meshwright.comm.local import LocalRanks
-from meshwright.comm.mesh import Axis, Communicator, Mesh
+from meshwright.comm.mesh import Axis, CommunicationState, Mesh
 from meshwright.comm.products import (
     choose_product_overlap,
     multiply_and_reduce,
@@ -58,7 +58,7 @@ def gathered_with(others: tuple[str, bool]) -> Iterator[None]:
 def test_overlap_is_chosen_by_setting_and_devices_of_all_ranks(
     setting: str, device: str, others: tuple[str, bool], capability: Any, connected: bool, chosen: str
 ):
-    axis = Axis("tp", (0, 1), 0, None, Communicator(device))
+    axis = Axis("tp", (0, 1), 0, None, CommunicationState(device))
     with (
         gathered_with(others),
         mock.patch.object(torch.cuda, "device_count", lambda: 4),
@@ -70,7 +70,7 @@ def test_overlap_is_chosen_by_setting_and_devices_of_all_ranks(
 
 
 def test_overlap_without_the_fused_operators_is_in_chunks():
-    axis = Axis("tp", (0, 1), 0, None, Communicator("cuda"))
+    axis = Axis("tp", (0, 1), 0, None, CommunicationState("cuda"))
     with (
         gathered_with(HERE),
         mock.patch.object(torch.cuda, "device_count", lambda: 2),
@@ -85,7 +85,7 @@ def test_overlap_without_the_fused_operators_is_in_chunks():
 @pytest.mark.parametrize(("device", "chosen"), [("cpu", "off"), ("cuda", "chunks")])
 def test_all_reduces_do_not_choose_symmetric_memory(device: str, chosen: str):
     """Nor are the ranks asked for it, which would be a call without a group here."""
-    assert choose_product_overlap("auto", Axis("tp", (0, 1), 0, None, Communicator(device)), False) == chosen
+    assert choose_product_overlap("auto", Axis("tp", (0, 1), 0, None, CommunicationState(device)), False) == chosen
 
 
 def multiply(

@@ -21,12 +21,14 @@ import torch.distributed._symmetric_memory  # defines the operators that `fused_
 
 from meshwright.checkpoint.checkpointer import Checkpointer
 from meshwright.checkpoint.snapshot import Snapshot, SnapshotBuffers
+from meshwright.collectives.communicators import list_communicators
 from meshwright.comm import backend, collectives, mesh, operators, products, transport
 from meshwright.comm.mesh import Mesh, _axes
 from meshwright.emulation.ranks import EmulatedRanks
 from meshwright.emulation.scheduler import EmulationFailed
 from meshwright.flight_recorder.call_log import RankCalls
 from meshwright.flight_recorder.call_ring import get_process_writer
+from meshwright.flight_recorder.circular_wait import find_circular_wait
 from meshwright.layout import Layout
 from meshwright.model.experts import Mixture
 from meshwright.model.weight_gradients import WAITING
@@ -34,8 +36,11 @@ from meshwright.parallel import context, pipeline, zero
 from meshwright.parallel import step as parallel_step
 from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.parallel.step import TARGET_SITE
+from meshwright.schedules.library import generate_for_layout
 from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.partition import Partition
 from meshwright.spec.presets import preset
 from meshwright.training import language_model, trainer
 from meshwright.training.cuda_graphs import GRAPH_SITE, GraphedForwardBackward
@@ -45,7 +50,6 @@ from meshwright.verification.problem import Problem
 from meshwright.verification.ranks import RankResult, _VerificationRun, run_rank
 from tests.conftest import exhaustive
 from tests.emulation.streams import ComputeStream, StreamFault, StreamRanks
-from tests.flight_recorder.circular_wait import find_circular_wait
 from tests.training.recorded_graph import Capture, CapturedCalls, RecordedGraph
 
 LAYOUTS = (  # every axis, ZeRO stage and kind of activation checkpointing, and each kind of schedule
@@ -940,6 +944,34 @@ def test_reduction_that_one_rank_posts_after_the_next_all_gather_is_a_circular_w
     assert "data.gradients over shard) of ranks 0,1:reductions" in found and "data.parameters over shard" in found
 
 
+# --- communicators
+
+
+@pytest.mark.parametrize(
+    ("text", "sub_axes"),
+    [
+        *(("pp3 mb3", {"pp[0,2]"}), ("pp2 tp3 mb2", {"pp[0,1]", "tp/3"}), ("dp2 cp2 zero3", set())),
+        *exhaustive(("pp4:dualpipe mb8", {"pp[0,3]", "pp[1,2]"}), ("tp8:nosp", {"tp/8", "tp/4"})),
+    ],
+)
+def test_ranks_use_the_communicators_that_the_planner_counts(text: str, sub_axes: set[str]):
+    """Those of tied embeddings, of both copies of a model and of shared key-value heads among them."""
+    layout = Layout.parse(text)
+    config = make_problem(layout).config
+    table = parameter_table(config)
+    partition = Partition.of(generate_for_layout(layout), config, table, 64)
+    with StreamRanks(layout.world_size) as ranks:
+        train(ranks, layout)
+        calls = read_calls(ranks)
+    named = set[str]()
+    for each in calls:
+        found = partition.list_sub_axes(layout, layout.coordinates(each.rank)["pp"])
+        used = {(group.ranks, group.purpose) for group in each.counts if len(group.ranks) > 1}
+        assert len(used) == len(list_communicators(layout, found)), each.rank
+        named |= found.keys()
+    assert named == sub_axes
+
+
 # --- dispatch of tokens and the shared expert
 
 
@@ -968,7 +1000,7 @@ def test_shared_expert_is_computed_while_dispatched_tokens_are_in_flight(text: s
 
 def launch_twice() -> str:
     """Launch rows over an axis on which others are in flight; return the error."""
-    axis = Mesh.create(Layout.parse("dp2")).dp
+    axis = Mesh.create(Layout.parse("dp2")).data
     operators.launch_rows(torch.zeros(2, 3), axis, "first", [1, 1], [1, 1])
     with pytest.raises(AssertionError) as error:
         operators.launch_rows(torch.zeros(2, 3), axis, "second", [1, 1], [1, 1])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from meshwright.flight_recorder.call_log import RankCalls
 from meshwright.flight_recorder.call_ring import CallWriter
-from tests.flight_recorder.circular_wait import find_circular_wait
+from meshwright.flight_recorder.circular_wait import find_circular_wait
 
 DATA, TENSOR = ((0, 2), (1, 3)), ((0, 1), (2, 3))
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from meshwright.comm.mesh import Communicator
+from meshwright.comm.mesh import CommunicationState
 from meshwright.errors import RankLost
 from meshwright.flight_recorder import device_calls
 from meshwright.flight_recorder.call_ring import CallWriter
@@ -18,7 +18,7 @@ from meshwright.launcher.device_watch import watch_device_calls
 
 
 def test_device_watch_has_no_effect_on_cpu():
-    communicator = Communicator("cpu")
+    communicator = CommunicationState("cpu")
     calls = communicator.calls
     with watch_device_calls(communicator, None):
         assert communicator.calls is calls
@@ -27,7 +27,7 @@ def test_device_watch_has_no_effect_on_cpu():
 @pytest.mark.parametrize("started_by_others", [False, True])
 def test_overdue_call_ends_the_process_after_the_report(monkeypatch: pytest.MonkeyPatch, started_by_others: bool):
     monkeypatch.setattr(device_calls, "LOOK_SECONDS", 0.001)
-    communicator = Communicator("cuda", timeout_seconds=0.01)
+    communicator = CommunicationState("cuda", timeout_seconds=0.01)
     communicator.calls = recorder = CallWriter()
     ended: list[Any] = []
     host_calls = mock.Mock(**{"report.side_effect": lambda error: RankLost(f"reported: {error}")})

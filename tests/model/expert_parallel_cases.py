@@ -82,7 +82,7 @@ def _compare(layout: Layout, mesh: Mesh, config: ModelConfig, idle: bool, compil
     loss = mine(tokens[rows], targets[rows])
     loss.backward()
     total = loss.detach().clone()
-    all_reduce(total, mesh.dp, "test.loss")
+    all_reduce(total, mesh.data, "test.loss")
     errors = {"loss": float((total - want.detach()).abs())}
     gradients = {name: parameter.grad for name, parameter in parameters.items()}
     expected = {name: parameter.grad for name, parameter in theirs.items()}

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.comm import backend
-from meshwright.comm.mesh import Communicator, Mesh
+from meshwright.comm.mesh import CommunicationState, Mesh
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents, MicroBatch
 from meshwright.parallel.context import shard_sequences
@@ -142,7 +142,7 @@ def test_host_waits_for_no_copy_of_a_batch_to_a_gpu():
         tokens: Any = mock.MagicMock(device=CUDA, shape=(2, 8))
         batch = MicroBatch(tokens, tokens, Documents())
         task.objective.complete = lambda *_: [batch]
-        mesh = Mesh(Layout.parse("cp2"), 0, CUDA, Communicator(CUDA), lambda *_: None)
+        mesh = Mesh(Layout.parse("cp2"), 0, CUDA, CommunicationState(CUDA), lambda *_: None)
         for copies, load in (
             (1, lambda: shard_sequences(*batch, mesh)),
             (1, lambda: LanguageModelTask._load_step(task, 0)),

@@ -8,8 +8,8 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from meshwright.comm.local import LocalRanks
+from meshwright.flight_recorder.circular_wait import find_circular_wait
 from tests.conftest import exhaustive
-from tests.flight_recorder.circular_wait import find_circular_wait
 from tests.training import training_cases as cases
 
 CHANGES = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright.adapters.attach import attach_adapters
-from meshwright.comm.mesh import Communicator, Mesh
+from meshwright.comm.mesh import CommunicationState, Mesh
 from meshwright.layout import Layout
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.parallelize import build_axes
@@ -24,7 +24,7 @@ from meshwright.training.exposed_layers import format_exposed_layers
 
 def list_exposed(config: ModelConfig, layout: str, compiled: bool = False) -> list[str]:
     """Return the console lines of a run of `config` on CPUs, with products that overlap in chunks."""
-    mesh = Mesh(Layout.parse(layout), 0, torch.device("cpu"), Communicator(torch.device("cpu")), lambda *_: None)
+    mesh = Mesh(Layout.parse(layout), 0, torch.device("cpu"), CommunicationState(torch.device("cpu")), lambda *_: None)
     mesh.communicator.product_overlap = "chunks"
     axes = build_axes(mesh)
     model = Transformer(config, axes=axes, device="meta")

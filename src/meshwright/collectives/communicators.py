@@ -22,6 +22,8 @@ before it have started: a layer's call would again wait while reductions are que
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from meshwright.layout import Layout
@@ -37,7 +39,8 @@ EXPERT_STATE_AXES = ("expert_data", "expert_shard", "expert_reduction", "expert_
 
 
 class Communicator(NamedTuple):
-    """Ranks of a communicator, numbered `stride` apart. purpose: as in `list_purposes`; "" without one."""
+    """Ranks of a communicator, numbered `stride` apart. purpose: as in `list_purposes`, the name of a sub-axis
+    of pp, or ""."""
 
     size: int
     stride: int
@@ -52,14 +55,21 @@ def list_purposes(layout: Layout) -> dict[str, str]:
     return found | (dict.fromkeys(REDUCTION_AXES, "reductions") if layout.zero == 3 else {})
 
 
-def list_communicators(layout: Layout) -> dict[Communicator, list[str]]:
-    """Return the communicators of more than one rank that a rank of the engine uses, each with its mesh axes."""
+def list_communicators(
+    layout: Layout, sub_axes: Mapping[str, Communicator] = MappingProxyType({})
+) -> dict[Communicator, list[str]]:
+    """Return the communicators of more than one rank that a rank of the engine uses, each with its mesh axes.
+
+    sub_axes: further axes of the rank, over ranks that hold the same parameters
+    (`spec.partition.Partition.list_sub_axes`)."""
     found: dict[Communicator, list[str]] = {}
     purposes = list_purposes(layout)
     for axis in (*LAYER_AXES, *STATE_AXES, "reduction", *EXPERT_STATE_AXES, "world"):
         size, stride = _find_ranks(layout, axis)
         if size > 1 and (layout.expert_parallel or not axis.startswith("e")):
             found.setdefault(Communicator(size, stride, purposes.get(axis, "")), []).append(axis)
+    for axis, communicator in sub_axes.items():
+        found.setdefault(communicator, []).append(axis)
     return found
 
 

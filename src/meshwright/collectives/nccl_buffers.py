@@ -11,7 +11,10 @@ H800, 2 to 4 without NVLink) take less. Not counted: NVLink SHARP, network plug-
 
 from __future__ import annotations
 
-from meshwright.collectives.communicators import list_communicators
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from meshwright.collectives.communicators import Communicator, list_communicators
 from meshwright.layout import Layout
 
 CONNECTION_BYTES = (10 + 2 + 2) << 20
@@ -25,13 +28,16 @@ NEIGHBOURS = 2
 """Connections of a channel for collectives: the ring's and the tree's."""
 
 
-def estimate_buffer_bytes(layout: Layout, devices_per_node: int) -> int:
+def estimate_buffer_bytes(
+    layout: Layout, devices_per_node: int, sub_axes: Mapping[str, Communicator] = MappingProxyType({})
+) -> int:
     """Return the bytes that NCCL's buffers take on one rank, at most: every communicator has connected all of its
     algorithms, and shares no buffers with another (the default of `ncclCommSplit`). 0 for one rank.
 
-    devices_per_node: GPUs of a node; messages to other nodes have fewer channels."""
+    devices_per_node: GPUs of a node; messages to other nodes have fewer channels. sub_axes: as in
+    `list_communicators`."""
     total = 0
-    for (size, stride, _), axes in list_communicators(layout).items():
+    for (size, stride, _), axes in list_communicators(layout, sub_axes).items():
         peers = max(_count_peers(layout, axis) for axis in axes)
         near = min(peers, max(0, devices_per_node // stride - 1))
         channels = near * NODE_PEER_CHANNELS + (peers - near) * NETWORK_PEER_CHANNELS

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from meshwright.comm.backend import format_backend_error
-from meshwright.comm.mesh import Communicator, calls_in_flight
+from meshwright.comm.mesh import CommunicationState, calls_in_flight
 from meshwright.errors import RankLost
 from meshwright.flight_recorder.call_ring import get_process_writer
 
@@ -27,7 +27,7 @@ class Handle:
 
     def __init__(
         self, works: Sequence[Any] = (), describe: Callable[[], tuple[str, str]] | None = None,
-        timeout: timedelta | None = None, communicator: Communicator | None = None, call: int = 0,
+        timeout: timedelta | None = None, communicator: CommunicationState | None = None, call: int = 0,
     ) -> None:  # fmt: skip
         self._call = call  # its number in the flight recorder
         self._communicator = communicator

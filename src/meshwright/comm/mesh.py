@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,16 +20,17 @@ from meshwright.comm.programs import Executable
 from meshwright.comm.record import Record
 from meshwright.errors import RankLost, UserError
 from meshwright.flight_recorder.call_ring import get_process_writer
+from meshwright.flight_recorder.wrapped_calls import CallRecorder
 from meshwright.layout import Layout
 
-AXIS_NAMES = ("tp", "cp", "dp", "pp", "ep", "etp", "data", "shard", "reduction", "replica", "world")
+AXIS_NAMES = ("tp", "cp", "pp", "ep", "etp", "data", "shard", "reduction", "replica", "world")
 EXPERT_AXES = {f"expert_{name}": name for name in ("data", "shard", "reduction", "replica")}
 """Axes of experts -> the axes that they equal without expert parallelism."""
 
 MakeGroup = Callable[[Sequence[tuple[int, ...]], str], dist.ProcessGroup | None]
 
 
-calls_in_flight: dict[Any, Communicator] = {}
+calls_in_flight: dict[Any, CommunicationState] = {}
 """Handles (`comm.handle.Handle`) of calls in flight -> their communicator. A handle is referenced until it is waited
 for even if the caller drops it: a transfer whose buffer is freed too early blocks its connection, and with it every
 later message from that rank."""
@@ -38,7 +39,7 @@ SETTLING_SECONDS = 10.0
 """Seconds for which `Mesh.close` waits for such calls."""
 
 
-class Communicator:
+class CommunicationState:
     """Communication state of one process, shared by its mesh axes: byte counts of calls, flight recorder (ring of
     recent calls), injected fault.
 
@@ -52,7 +53,7 @@ class Communicator:
     ) -> None:  # fmt: skip
         self.programs = NamedPrograms(programs, timeout_seconds, device)
         self.record = Record()
-        self.calls = get_process_writer()
+        self.calls: CallRecorder = get_process_writer()
         self.faults = Faults()
         self.device = torch.device(device)
         self.timeout_seconds = timeout_seconds
@@ -93,7 +94,7 @@ class Communicator:
 class Axis:
     """One axis of the device mesh as seen by one rank: the ranks of this rank's group along the axis.
 
-    name: such as "dp". ranks: global ranks of this group, in order. rank: index of this rank in `ranks`. group: process
+    name: such as "tp". ranks: global ranks of this group, in order. rank: index of this rank in `ranks`. group: process
     group of these ranks (usually None if the axis has one rank). communicator: communication state of the process.
     purpose: purpose for which the process group is apart from others of these ranks
     (`collectives.communicators.list_purposes`); "" without one.
@@ -103,7 +104,7 @@ class Axis:
     ranks: tuple[int, ...]
     rank: int
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
-    communicator: Communicator = field(default_factory=Communicator, compare=False, repr=False)
+    communicator: CommunicationState = field(default_factory=CommunicationState, compare=False, repr=False)
     purpose: str = ""
 
     @property
@@ -145,6 +146,13 @@ class Axis:
         return f"{self.name}{self.ranks}{self.purpose}"
 
 
+class Replica(NamedTuple):
+    """Data-parallel replica of a rank. rank: index of the replica; size: number of replicas."""
+
+    rank: int
+    size: int
+
+
 _axes: dict[str, list[Axis]] = {}
 """Axes of this process by key, for custom operators: one for each mesh with these ranks, the newest last. The newest
 serves all of these meshes, as their groups have the same ranks."""
@@ -159,12 +167,12 @@ def find_axis(key: str) -> Axis:
 class Mesh:
     """Device mesh of a parallel layout: all its axes as seen by one rank.
 
-    `tp cp dp pp ep etp`: tensor, context, data, pipeline, expert and expert-tensor parallelism. `data`: dp x cp, over
-    which gradients are summed. `shard`: ranks over which ZeRO shards model states (`data`, or with `hsN` groups of N
-    ranks inside it). `reduction`: the axis `shard` with the process group of its reductions of gradients. `replica`:
-    ranks with equal shards, one in each sharding group. `expert_data expert_shard expert_reduction expert_replica`: the
-    counterparts for expert parameters under ep x etp, otherwise equal to data, shard, reduction and replica. `world`:
-    all ranks.
+    `tp cp pp ep etp`: tensor, context, pipeline, expert and expert-tensor parallelism. `dp`: this rank's data-parallel
+    replica. `data`: dp x cp, over which gradients are summed; no call is made over dp alone. `shard`: ranks over which
+    ZeRO shards model states (`data`, or with `hsN` groups of N ranks inside it). `reduction`: the axis `shard` with the
+    process group of its reductions of gradients. `replica`: ranks with equal shards, one in each sharding group.
+    `expert_data expert_shard expert_reduction expert_replica`: the counterparts for expert parameters under ep x etp,
+    otherwise equal to data, shard, reduction and replica. `world`: all ranks.
 
     Built by `Mesh.create` or `Mesh.single`. rank: global rank. device: device of the rank's tensors. communicator:
     communication state of the process. make_group: function (groups, purpose) that returns this rank's process group
@@ -174,7 +182,7 @@ class Mesh:
 
     tp: Axis
     cp: Axis
-    dp: Axis
+    dp: Replica
     pp: Axis
     ep: Axis
     etp: Axis
@@ -189,11 +197,12 @@ class Mesh:
     world: Axis
 
     def __init__(
-        self, layout: Layout, rank: int, device: torch.device, communicator: Communicator, make_group: MakeGroup,
+        self, layout: Layout, rank: int, device: torch.device, communicator: CommunicationState, make_group: MakeGroup,
         purposes: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         self.layout = layout
         self.rank = rank
+        self.dp = Replica(layout.coordinates(rank)["dp"], layout.dp)
         self.world_size = layout.world_size
         self.device = device
         self.communicator = communicator
@@ -229,7 +238,7 @@ class Mesh:
         layout = Layout() if layout is None else layout
         if layout.world_size != 1:
             raise UserError(f'layout "{layout}" needs {layout.world_size} processes, this is one')
-        return cls(layout, 0, torch.device(device), Communicator(device), lambda *_: None)
+        return cls(layout, 0, torch.device(device), CommunicationState(device), lambda *_: None)
 
     @classmethod
     def create(
@@ -250,7 +259,7 @@ class Mesh:
         nccl = "nccl" if get_group_backends(None).get(torch.device(device).type) == "nccl" else None
         splits = nccl is not None and getattr(dist.group.WORLD, "bound_device_id", None) is not None
         split = partial(dist.split_group, None, timeout=timeout, backend=nccl)
-        communicator = Communicator(device, timeout_seconds, programs)
+        communicator = CommunicationState(device, timeout_seconds, programs)
         # Axes over the same ranks share one group, unless they differ in purpose.
         groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup | None] = {(everybody, ""): dist.group.WORLD}
 

@@ -7,9 +7,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
-from meshwright.flight_recorder.call_ring import CallWriter
+from meshwright.flight_recorder.wrapped_calls import CallRecorder, WrappedCalls
 
 LOOK_SECONDS = 0.1  # between checks of the device
 
@@ -24,7 +24,7 @@ class Event(Protocol):
         """Return True if the device has completed all work queued before the event."""
 
 
-class DeviceCalls:
+class DeviceCalls(WrappedCalls):
     """Recorder of this process's collective calls on a GPU. There the host's wait for a call returns before the call is
     complete; this recorder uses device events to record when the GPU has completed each call, and to find a call that
     runs for too long.
@@ -34,19 +34,15 @@ class DeviceCalls:
     most once, in the thread that runs `watch`, with the number of the first call that exceeds the limit."""
 
     def __init__(
-        self, calls: CallWriter, make_event: Callable[[], Event], seconds: float, overdue: Callable[[int], object]
+        self, calls: CallRecorder, make_event: Callable[[], Event], seconds: float, overdue: Callable[[int], object]
     ) -> None:
         """Start without calls in flight; arguments: see the class."""
-        self._calls, self._make_event, self.seconds, self._overdue = calls, make_event, seconds, overdue
+        super().__init__(calls)
+        self._make_event, self.seconds, self._overdue = make_event, seconds, overdue
         self._queued: deque[tuple[int, Event]] = deque()
         self._passed: deque[Event] = deque()  # events for reuse
         self._since: float | None = None  # time at which the device reached the oldest queued call
         self._closed = threading.Event()
-
-    def __getattr__(self, name: str) -> Any:
-        """Return the attribute `name` of the wrapped call recorder: methods that this class does not define act as
-        those of the recorder."""
-        return getattr(self._calls, name)
 
     def done(self, number: int) -> None:
         """Queue an event on the device's current stream after the call `number`. Once the device has passed the event,

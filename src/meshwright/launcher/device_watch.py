@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from meshwright.comm.device_thread import start_thread
-from meshwright.comm.mesh import Communicator
+from meshwright.comm.mesh import CommunicationState
 from meshwright.errors import RankLost
 from meshwright.flight_recorder.device_calls import DeviceCalls
 from meshwright.launcher.host_calls import HostCalls
@@ -18,7 +18,7 @@ from meshwright.launcher.rank_process import end_as_lost
 
 
 @contextmanager
-def watch_device_calls(communicator: Communicator, host_calls: HostCalls | None) -> Iterator[None]:
+def watch_device_calls(communicator: CommunicationState, host_calls: HostCalls | None) -> Iterator[None]:
     """Context manager that watches the communicator's collective calls on a GPU. Each call is recorded as complete once
     the GPU has executed the call. A call that exceeds the communicator's time limit ends this process with a `RankLost`
     error. No effect on CPUs.
@@ -31,7 +31,7 @@ def watch_device_calls(communicator: Communicator, host_calls: HostCalls | None)
     recorder = communicator.calls
     overdue = partial(_end_rank, communicator, host_calls)
     calls = DeviceCalls(recorder, torch.cuda.Event, communicator.timeout_seconds, overdue)
-    communicator.calls = calls  # type: ignore[assignment]
+    communicator.calls = calls
     thread = start_thread(calls.watch, "device calls", cuda=True)
     try:
         yield
@@ -41,7 +41,7 @@ def watch_device_calls(communicator: Communicator, host_calls: HostCalls | None)
         communicator.calls = recorder
 
 
-def _end_rank(communicator: Communicator, host_calls: HostCalls | None, number: int) -> None:
+def _end_rank(communicator: CommunicationState, host_calls: HostCalls | None, number: int) -> None:
     """End this process because its GPU has not completed collective call `number` in time. communicator: communication
     state of the process, which has recorded the call. host_calls: flight recorder of the host's ranks, which first
     writes the hang report; None: the launcher writes the report."""

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.comm.mesh import Communicator, calls_in_flight
-from meshwright.flight_recorder.call_ring import CallWriter
+from meshwright.comm.mesh import CommunicationState, calls_in_flight
+from meshwright.flight_recorder.wrapped_calls import CallRecorder, WrappedCalls
 
 
 @dataclass(slots=True)
@@ -29,18 +29,15 @@ class TimedCall:
     done: int | None = None
 
 
-class CallTimer:
-    """Wrapper of a process's flight recorder (`calls`) that also records the times of each call; all other methods are
-    forwarded. Attribute `timed`: the calls so far with their times, in posting order.
+class CallTimer(WrappedCalls):
+    """Wrapper of a process's flight recorder (`calls`) that also records the times of each call. Attribute `timed`: the
+    calls so far with their times, in posting order.
     """
 
-    def __init__(self, calls: CallWriter) -> None:
-        self._calls = calls
+    def __init__(self, calls: CallRecorder) -> None:
+        super().__init__(calls)
         self._numbers: dict[int, TimedCall] = {}
         self.timed: list[TimedCall] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._calls, name)
 
     def post(self, group: int, site: str, operation: str, axis: str, payload_bytes: int, dtype: Any, shape: Any) -> int:
         """Record a posted call and its time; return its number in the flight recorder.
@@ -67,14 +64,14 @@ class CallTimer:
 
 
 @contextmanager
-def time_calls(communicator: Communicator) -> Iterator[list[TimedCall]]:
+def time_calls(communicator: CommunicationState) -> Iterator[list[TimedCall]]:
     """Context manager that yields a list, to which each collective call of the communicator is appended with its times
     while the context is active.
 
     On exit, the context manager waits for calls in flight, unless an error occurred."""
     calls = communicator.calls
     timer = CallTimer(calls)
-    communicator.calls = timer  # type: ignore[assignment]
+    communicator.calls = timer
     try:
         yield timer.timed
         settle_calls(communicator)
@@ -82,7 +79,7 @@ def time_calls(communicator: Communicator) -> Iterator[list[TimedCall]]:
         communicator.calls = calls
 
 
-def settle_calls(communicator: Communicator) -> None:
+def settle_calls(communicator: CommunicationState) -> None:
     """Wait until all of the communicator's calls in flight are complete. Raises RankLost."""
     for call in [call for call, whose in calls_in_flight.items() if whose is communicator]:
         call.wait()

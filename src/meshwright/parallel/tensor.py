@@ -117,11 +117,8 @@ class PartialGradients:
 
     def __init__(self, units: Iterable[FsdpUnit], table: ParameterTable, mesh: Mesh) -> None:
         views: dict[tuple[str, int], list[torch.Tensor]] = {}
-        neighbours: dict[tuple[str, int], Axis] = {}
-        for entry in table.entries:  # entries of other ranks too: all ranks create all groups
-            key = entry.width_axis(mesh.layout), entry.replicas(mesh.layout)
-            if entry.partial_axis(mesh.layout) and key not in neighbours:
-                neighbours[key] = mesh.make_block_axis(*key)
+        # Blocks of other ranks too: all ranks create all groups.
+        neighbours = {key: mesh.make_block_axis(*key) for key in table.list_partial_blocks(mesh.layout)}
         for unit in units:
             for part, low, high in unit.flat.find_slices(unit.start, unit.stop):
                 if part.partial:

@@ -107,11 +107,8 @@ class ZeroEngine:
     def _make_tied_axes(self) -> dict[str, Axis | None]:
         """Return {FSDP unit name: mesh axis of the pipeline ranks that hold the unit, None if a single rank holds it}.
         Collective: every rank creates all process groups."""
-        axes: dict[tuple[int, ...], Axis | None] = {}
-        holders = {name: self.partition.holders(name) for name in self.table.units}
-        for places in dict.fromkeys(holders.values()):
-            axes[places] = self.mesh.make_subset_axis("pp", places) if len(places) > 1 else None
-        return {name: axes[places] for name, places in holders.items()}
+        axes = {places: self.mesh.make_subset_axis("pp", places) for places in self.partition.shared_places()}
+        return {name: axes.get(self.partition.holders(name)) for name in self.table.units}
 
     def _build_unit(self, name: str, buffer: BufferKind, tied: Axis | None) -> FsdpUnit:
         """Build the `FsdpUnit` of one flat buffer of the FSDP unit `name`.

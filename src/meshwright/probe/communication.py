@@ -31,7 +31,7 @@ def make_axes(mesh: Mesh) -> list[tuple[str, Axis]]:
     inside = [size for size in range(2, mesh.tp.size + 1) if mesh.tp.size % size == 0]
     axes = [("inside", mesh.make_block_axis("tp", size)) for size in inside]
     if mesh.dp.size > 1:
-        axes.append(("across", mesh.dp))
+        axes.append(("across", mesh.data))
         if mesh.tp.size > 1:
             axes.append(("world", mesh.world))
     return axes

@@ -49,6 +49,12 @@ class ParameterTable:
             found[tensor.unit].append(tensor)
         return {unit: tuple(tensors) for unit, tensors in found.items()}
 
+    def list_partial_blocks(self, layout: Layout) -> list[tuple[str, int]]:
+        """Return (mesh axis "tp" or "etp", number of consecutive ranks on it) of each kind of block over which partial
+        gradients are all-reduced under `layout`."""
+        partial = (entry for entry in self.entries if entry.partial_axis(layout))
+        return list(dict.fromkeys((entry.width_axis(layout), entry.replicas(layout)) for entry in partial))
+
     def entry(self, name: str) -> ParameterEntry:
         """Return the parameter entry (one tensor of a checkpoint) whose name on disk is `name`; `KeyError` if there is
         none."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwright.collectives.communicators import Communicator
+from meshwright.layout import Layout
 from meshwright.program.pipeline import PipelineProgram, Placement
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import ParameterTable
@@ -68,3 +70,21 @@ class Partition:
             homes[stage.index] for homes in self.placement for stage in self.stages if unit in self.needed_units(stage)
         }
         return tuple(sorted(places))
+
+    def shared_places(self) -> list[tuple[int, ...]]:
+        """Return each set of several pipeline ranks that hold the same FSDP units, in the order of the parameter
+        table."""
+        return [places for places in dict.fromkeys(map(self.holders, self.table.units)) if len(places) > 1]
+
+    def list_sub_axes(self, layout: Layout, pp_rank: int) -> dict[str, Communicator]:
+        """Return {name: communicator} of the mesh's sub-axes of more than one rank over which a rank at `pp_rank` on
+        axis pp sums gradients: consecutive ranks of tp or etp with the same values, such as "tp/2", and pipeline ranks
+        with the same units, such as "pp[0,3]"."""
+        stage = layout.tp * layout.cp * layout.dp
+        found = {f"{axis}/{size}": Communicator(size, 1, "") for axis, size in self.table.list_partial_blocks(layout)}
+        for places in self.shared_places():
+            if pp_rank in places:
+                name = f"pp[{','.join(map(str, places))}]"
+                apart = "" if len(places) == layout.pp else name
+                found[name] = Communicator(len(places), stage * (places[1] - places[0]), apart)
+        return found

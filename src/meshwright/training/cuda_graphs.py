@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from meshwright.comm.record import Record
 from meshwright.errors import UserError
-from meshwright.flight_recorder.call_ring import CallWriter
+from meshwright.flight_recorder.wrapped_calls import CallRecorder, WrappedCalls
 from meshwright.model import varlen_attention
 from meshwright.model.documents import Documents, MicroBatch, move
 from meshwright.monitoring.clock import IN_GRAPH
@@ -54,25 +54,17 @@ GRAPH_SITE = "layers"
 """Site under which the flight recorder lists a replay of a graph's collective calls."""
 
 
-class _CapturedCallWriter(CallWriter):
-    """Flight recorder's writer during a capture, in which no call is made. A replay makes the captured calls, and is
-    recorded as one call of each process group, because the host cannot observe the end of a call inside a graph.
+class _CapturedCalls(WrappedCalls):
+    """Recorder of calls during a capture, in which no call is made: nothing but groups is recorded in `calls`, the
+    recorder of this process. A replay makes the captured calls, and is recorded as one call of each process group,
+    because the host cannot observe the end of a call inside a graph.
 
-    calls: writer of this process. `payloads`: bytes of the captured calls, by (number of the process group, name of the
+    `payloads`: bytes of the captured calls, by (number of the process group, name of the
     mesh axis)."""
 
-    def __init__(self, calls: CallWriter) -> None:
-        super().__init__()
-        self._calls = calls
+    def __init__(self, calls: CallRecorder) -> None:
+        super().__init__(calls)
         self.payloads: Counter[tuple[int, str]] = Counter()
-
-    def register_group(self, ranks: Sequence[int], pair: tuple[int, int] | None = None, purpose: str = "") -> int:
-        """Register a group with the writer of this process; see `CallWriter.register_group`."""
-        return self._calls.register_group(ranks, pair, purpose)
-
-    def count_calls(self, group: int) -> int:
-        """Return the number of calls in a group that have been made; those captured are not among them."""
-        return self._calls.count_calls(group)
 
     def post(self, group: int, site: str, operation: str, axis: str, payload_bytes: int, dtype: Any, shape: Any) -> int:
         """Add the bytes of a captured call to `payloads`; return 0. Arguments: see `CallWriter.post`."""
@@ -213,7 +205,7 @@ class GraphedForwardBackward:
         graph = torch.cuda.CUDAGraph()
         reductions: list[Callable[[], None]] = []
         reducer, communicator = self._passes.engine.gradients.reducer, self._passes.engine.mesh.communicator
-        captured_calls, captured_record = _CapturedCallWriter(communicator.calls), Record()
+        captured_calls, captured_record = _CapturedCalls(communicator.calls), Record()
         launch, reducer.launch = reducer.launch, reductions.append
         mark, self._passes.mark = self._passes.mark, lambda part: None  # a captured event has no time
         calls, communicator.calls = communicator.calls, captured_calls

@@ -15,6 +15,7 @@ import torch
 from meshwright.collectives.named import load_named_programs
 from meshwright.comm.local import LocalRanks
 from meshwright.errors import UserError
+from meshwright.flight_recorder.circular_wait import find_circular_wait
 from meshwright.layout import Layout
 from meshwright.names import unknown
 from meshwright.recipe import CollectivesRecipe, Recipe, load_recipe
@@ -208,8 +209,8 @@ class _Verifier:
         return plant_all_faults(maker, self.get_reference, ranks, self.log, self.collectives, planted)
 
     def compare(self, case: Case, layout: Layout) -> Comparison:
-        """Run one case on `layout` and compare the results with the reference. If the case has a `resume_layout`, run
-        its last steps on that layout, from the checkpoint saved by `layout`."""
+        """Run one case on `layout`, compare the results with the reference, and check the order of the ranks' calls. If
+        the case has a `resume_layout`, run its last steps on that layout, from the checkpoint saved by `layout`."""
         problem = case.problem
         reference = self.get_reference(problem)  # before the ranks: their server is still loading torch
         ranks = self.get_ranks(layout.world_size)
@@ -222,7 +223,9 @@ class _Verifier:
                 results = ranks.run(
                     run_rank, problem, str(layout), collectives, (None,), directory, span, timeout=timeout
                 )
-                return compare(reference, [result for (result,) in results], layout)
+                found = compare(reference, [result for (result,) in results], layout)
+                wait = find_circular_wait([each.calls for each in ranks.calls().seen if each.calls is not None])
+                return found if wait is None or not found.passed else dataclasses.replace(found, failure=wait)
 
             if case.resume_layout is None:
                 return run(layout, WHOLE)

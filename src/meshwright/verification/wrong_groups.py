@@ -11,7 +11,7 @@ from meshwright.layout import Layout
 def list_axis_groups(layout: Layout, name: str) -> list[tuple[int, ...]]:
     """Return all groups of ranks along the mesh axis or sub-axis `name` of a layout, as tuples of global ranks.
 
-    name: "dp", "tp/2" (blocks of 2 consecutive ranks of tp) or "pp[0,3]" (ranks at indices 0 and 3 of pp).
+    name: "data", "tp/2" (blocks of 2 consecutive ranks of tp) or "pp[0,3]" (ranks at indices 0 and 3 of pp).
     """
     if match := re.fullmatch(r"(\w+)/(\d+)", name):
         size = int(match[2])

@@ -143,7 +143,7 @@ if __name__ == "__main__":
 
     from meshwright.adapters.attach import attach_adapters
     from meshwright.comm import transport
-    from meshwright.comm.mesh import Communicator, Mesh
+    from meshwright.comm.mesh import CommunicationState, Mesh
     from meshwright.layout import Layout
     from meshwright.model import grouped_product, varlen_attention
     from meshwright.model.documents import Documents
@@ -524,7 +524,7 @@ if __name__ == "__main__":
         routed = Routed(copies, copies * (layout.etp if spread else 1))
 
         def mesh_of(layout: Layout, *_: Any) -> Mesh:
-            return Mesh(layout, case.rank, device, Communicator(device), lambda *_: None)
+            return Mesh(layout, case.rank, device, CommunicationState(device), lambda *_: None)
 
         with FakeTensorMode(), allocator, cuda_of(allocator, mesh_of, case, routed):
             mesh = mesh_of(layout)

@@ -71,12 +71,13 @@ def merge_layers(items: Iterable[Allocation]) -> list[Allocation]:
 def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> Ledger:
     """Return the memory of the pipeline rank `pp_rank` at its peak. Raises `UserError` for an infeasible layout."""
     if problem.engine.name == "meshwright":
-        found = _replay(problem, layout, pp_rank, True, find_file_version(layout)).ledger()
+        replay = _replay(problem, layout, pp_rank, True, find_file_version(layout))
+        found, sub_axes = replay.ledger(), replay.partition.list_sub_axes(layout, pp_rank)
     else:
         items = tuple(_published(problem, layout, pp_rank))
-        found = Ledger(items, count_bytes(items), "most micro-batches in flight")
-    slack = round(slack_fraction(problem.cluster) * found.peak_bytes)
-    nccl = estimate_buffer_bytes(layout, problem.cluster.devices_per_node) if problem.cluster.kind == "cuda" else 0
+        found, sub_axes = Ledger(items, count_bytes(items), "most micro-batches in flight"), {}
+    cluster, slack = problem.cluster, round(slack_fraction(problem.cluster) * found.peak_bytes)
+    nccl = estimate_buffer_bytes(layout, cluster.devices_per_node, sub_axes) if cluster.kind == "cuda" else 0
     return replace(found, pp_rank=pp_rank, framework_bytes=context_bytes(problem), slack_bytes=slack, nccl_bytes=nccl)
 
 
