@@ -85,8 +85,7 @@ def model_substitution_note(wanted: ModelConfig | str | Path | Mapping[str, Any]
     if isinstance(wanted, ModelConfig) or str(wanted) in PRESETS:
         return None
     data = wanted if isinstance(wanted, Mapping) else read_config(wanted)
-    family = FAMILIES[data["model_type"]]
-    return format_foreign_architecture_warning(data, family)
+    return format_foreign_architecture_warning(data, FAMILIES[data["model_type"]])
 
 
 def find_recipe(wanted: object, overrides: Sequence[str] = ()) -> Recipe | None:

@@ -127,8 +127,7 @@ class PipelineTimes:
     def keeps_gradient(self, at_once: bool) -> Array:
         """Return for each candidate [n]: True if the forward of the last stage computes and saves the head's gradients.
         at_once: True if the last stage runs each backward directly after its forward."""
-        layers = int(self.layers[self.last][0])
-        return self.layer_times.keeps_gradient(self.index, layers, at_once)
+        return self.layer_times.keeps_gradient(self.index, int(self.layers[self.last][0]), at_once)
 
     @cached_method
     def stage_seconds(self, at_once: bool, zero: int, groups: ProcessGroups | None) -> Floats:
