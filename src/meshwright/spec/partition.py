@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from meshwright.collectives.communicators import Communicator
 from meshwright.layout import Layout
@@ -12,7 +13,7 @@ from meshwright.spec.parameters import ParameterTable
 from meshwright.spec.stages import Stage, cut_into_stages, list_stage_units
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Partition:
     """Partition of a model into pipeline stages, and their placement on ranks.
 
@@ -64,17 +65,23 @@ class Partition:
         needed = {name for stage in self.stages_on(pp_rank) for name in self.needed_units(stage)}
         return tuple(unit for unit in self.table.units if unit in needed)
 
+    @cached_property
+    def _holders(self) -> dict[str, tuple[int, ...]]:
+        """{name of an FSDP unit: pipeline ranks (indices on axis pp, ascending) that hold it}."""
+        found: dict[str, set[int]] = {unit: set() for unit in self.table.units}
+        for stage in self.stages:
+            for unit in self.needed_units(stage):
+                found[unit].update(homes[stage.index] for homes in self.placement)
+        return {unit: tuple(sorted(places)) for unit, places in found.items()}
+
     def holders(self, unit: str) -> tuple[int, ...]:
         """Return the pipeline ranks (indices on axis pp, ascending) that hold the FSDP unit called `unit`."""
-        places = {
-            homes[stage.index] for homes in self.placement for stage in self.stages if unit in self.needed_units(stage)
-        }
-        return tuple(sorted(places))
+        return self._holders[unit]
 
     def shared_places(self) -> list[tuple[int, ...]]:
         """Return each set of several pipeline ranks that hold the same FSDP units, in the order of the parameter
         table."""
-        return [places for places in dict.fromkeys(map(self.holders, self.table.units)) if len(places) > 1]
+        return [places for places in dict.fromkeys(self._holders.values()) if len(places) > 1]
 
     def list_sub_axes(self, layout: Layout, pp_rank: int) -> dict[str, Communicator]:
         """Return {name: communicator} of the mesh's sub-axes of more than one rank over which a rank at `pp_rank` on

@@ -92,10 +92,9 @@ def list_stage_units(table: ParameterTable, stage: Stage) -> tuple[str, ...]:
     """Return the names of the FSDP units of `stage` (parameters that ZeRO-3 all-gathers together), in forward order.
     table: the model's parameter table.
     """
-    head = table.units[-1]
-    before = [unit for unit in table.units[:-1] if not unit.startswith("layers.")]
+    before = [unit for unit in table.units[:-1] if not unit.startswith("layers.")] if stage.first else []
     middle = [f"layers.{layer}" for layer in stage.layers]
-    return (*(before if stage.first else ()), *middle, *((head,) if stage.last else ()))
+    return (*before, *middle, *(table.units[-1:] if stage.last else ()))
 
 
 def _cut_balanced(costs: list[float], count: int) -> list[int]:
