@@ -1,4 +1,4 @@
-"""Text for terminals: escaping of control characters, and rendering of rich tables."""
+"""Text for terminals and other devices: escaping of control characters, and rendering of rich tables."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from textwrap import fill
 from typing import Any, TextIO
 
@@ -98,6 +99,11 @@ def wrap_items(text: str, width: int) -> str:
         )
         for item, indent in zip(items, indents, strict=True)
     )  # fmt: skip
+
+
+def is_device(path: Path) -> bool:
+    """Return True if `path` is a device or pipe, such as /dev/stdout, which output must not replace."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def print_message(text: str) -> None:

@@ -214,6 +214,8 @@ def test_preference_recipe_is_priced_with_its_reference_model(tiny_recipe: Path)
         ((*REQUEST, "--layout", "dp3"), "3 ranks"),
         ((*REQUEST, "--engine", "megatrn"), 'did you mean "megatron"'),
         (("plan", "--jobs", "nowhere.jsonl"), "nowhere.jsonl: no such file"),
+        (("plan", "--jobs", __file__, "--html", __file__), "--jobs is the same file, which would be lost"),
+        (("plan", "gpt2", "--cluster", __file__, "--html", __file__), "--cluster is the same file"),
         (
             ("plan", "gpt3-175b", "--cluster", "8xa100-40", "--sequence", "2048", "--batch", "8"),
             "no layout of 8 devices",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +68,29 @@ def test_trace_has_the_simulated_times_in_microseconds(command_line, name: str, 
     assert min(event["ts"] for event in slices) == 0
     # Ring: each of 3 ranks sends in each of 4 rounds. 1F1B: forward and backward of 3 micro-batches on 2 ranks.
     assert len(slices) == 12
+
+
+def test_output_with_the_name_of_an_algorithm_is_no_input(command_line, name: str, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    output = next(each for each in COMMANDS[name] if each in ("ring", "1f1b"))
+    for _ in range(2):
+        assert command_line(name, *COMMANDS[name], "--program", output).code == 0
+    words = ("all-reduce", f"@{output}", "--bytes", "12") if name == "collective" else (f"@{output}",)
+    outcome = command_line(name, *words, "--svg", f"./{output}")
+    assert outcome.code == 2 and "is the same file, which would be lost" in outcome.errors
+
+
+def test_pipe_is_written_not_replaced(command_line, name: str, tmp_path: Path):
+    os.mkfifo(pipe := tmp_path / "pipe")
+    descriptor = os.open(pipe, os.O_RDWR)  # an end for each of reader and writer
+    try:
+        assert command_line(name, *COMMANDS[name], "--program", pipe, "--svg", pipe).code == 0
+        assert pipe.is_fifo() and FIRST_LINE[name].encode() in os.read(descriptor, 1 << 16)
+    finally:
+        os.close(descriptor)
+
+
+def test_output_through_a_link_keeps_the_link(command_line, name: str, tmp_path: Path):
+    (link := tmp_path / "link").symlink_to(tmp_path / "program")
+    assert command_line(name, *COMMANDS[name], "--program", link).code == 0
+    assert link.is_symlink() and FIRST_LINE[name] in (tmp_path / "program").read_text()

@@ -35,7 +35,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     return script
 
 
@@ -154,9 +154,20 @@ def test_library_is_kept_in_a_private_directory_where_the_cache_cannot_be_writte
     assert built[0].parent == kept and kept.stat().st_mode & 0o777 == 0o700 and len(lines) == 3
     assert build.build("avx2", lines.append) == built and build.find_uncached(["avx2"]) == []
     assert count_calls(compiler) == 1 and len(lines) == 3
+    build.build("avx512", lines.append, (2, 3))
+    assert len(lines) == 5 and lines[3].startswith("compiling CPU kernels for AVX512 (2 of 3)")
     kept.rename(moved := kept.with_name("moved"))
     kept.symlink_to(moved)  # by another user
     assert build.find_uncached(["avx2"]) == ["avx2"]
+
+
+def test_library_in_the_cache_needs_no_directory_of_temporary_files(compiler: Path, monkeypatch: pytest.MonkeyPatch):
+    """As in a container whose file system is read-only."""
+    monkeypatch.setenv("TMPDIR", "/nowhere")
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    assert build.build("avx2") == build.build("avx2") and build.find_uncached(["avx2"]) == []
+    assert count_calls(compiler) == 1
 
 
 def test_rank_that_cannot_use_the_chosen_kernels_does_not_compute_without(compiler: Path):

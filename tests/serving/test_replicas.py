@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import re
 import secrets
 import signal
@@ -271,6 +272,26 @@ def test_limit_of_a_step_counts_what_it_may_compute():
     replica.take_report(report(0.021, 2, 41))
     assert replica.compute_step_limit(0.01, budget) == pytest.approx(decode, rel=0.1)
     assert replica.compute_step_limit(2.0, budget) == 2.0
+
+
+def test_limit_of_a_prompt_does_not_trust_a_model_that_has_forgotten_prompts():
+    """Steps of up to 37 tokens take 0.6 s, the time to read the weights, so that decode steps show no time a token."""
+    replica, numbers = Replica(0), random.Random(1)
+
+    def run_step(tokens: int) -> float:
+        seconds, keys = max(0.6, 0.016 * tokens), tokens * numbers.randint(100, 1000)
+        replica.take_report({"seconds": numbers.uniform(0.9, 1.1) * seconds, "tokens": tokens, "context": keys})
+        return seconds
+
+    for _ in range(20):
+        slowest = run_step(512)
+    for number in range(1000):
+        run_step(numbers.randint(1, 8))
+        if number % 100 == 0 or number == 999:
+            replica.streams = {"r": Stream(make_request("r", *range(512), tokens=5), print)}
+            assert replica.compute_step_limit(2.0, 512) > 4 * slowest
+    replica.streams["r"].tokens.append(1)
+    assert replica.compute_step_limit(2.0, 512) < 10  # a decode step
 
 
 def test_requests_of_a_lost_replica_continue_on_another(tmp_path: Path):

@@ -19,7 +19,7 @@ from meshwright.checkpoint.files import replace_file
 from meshwright.documents import to_json_dict
 from meshwright.errors import UserError
 from meshwright.names import DEVICES, nearest, unknown
-from meshwright.terminal import wrap_on_terminal
+from meshwright.terminal import is_device, wrap_on_terminal
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 
@@ -215,7 +215,7 @@ def _refuse_overwritten_inputs(context: click.Context) -> None:
     context: click's context of the parsed command line."""
     for option in context.command.params:
         path = context.params.get(str(option.name))
-        if not isinstance(option.type, OutputPath) or path is None or str(path) == "-":
+        if not isinstance(option.type, OutputPath) or path is None or str(path) == "-" or is_device(path):
             continue
         for other in context.command.params:
             if other is option or other.name in option.type.updates:
@@ -225,14 +225,16 @@ def _refuse_overwritten_inputs(context: click.Context) -> None:
                 raise UserError(f"{name} {path}: {also} is the same file, which would be lost; name another one")
 
 
-def _list_files(context: click.Context, parameter: click.Parameter) -> list[str]:
-    """Return the paths that the command line gives for an argument or for an option of type `click.Path`: those of
-    existing files, without the `@` before a program's file, and of files to write. context: click's context."""
-    if not isinstance(parameter, click.Argument) and not isinstance(parameter.type, click.Path):
-        return []
+def _list_files(context: click.Context, parameter: click.Parameter) -> list[Path]:
+    """Return the paths that the command line gives for an argument or option: those of existing files and of files to
+    write. A text without a suffix, such as `1f1b`, is no path but a name, unless `@` precedes it as a program's file.
+    context: click's context."""
     value = context.params.get(str(parameter.name))
-    paths = [str(each).removeprefix("@") for each in (value if isinstance(value, tuple) else (value,))]
-    return [each for each in paths if isinstance(parameter.type, OutputPath) or os.path.isfile(each)]
+    values = value if isinstance(value, tuple) else (value,)
+    texts = [each for each in values if isinstance(each, str)]
+    named = [Path(each.removeprefix("@")) for each in texts if each.startswith("@") or Path(each).suffix]
+    paths = [each for each in values if isinstance(each, Path)]
+    return [each for each in named + paths if isinstance(parameter.type, OutputPath) or os.path.isfile(each)]
 
 
 def list_given_options() -> dict[str, str]:
@@ -353,11 +355,15 @@ def is_standard_output(path: Path | None, option: str, as_json: bool) -> bool:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write `text` to the file `path` atomically, as UTF-8. Raises `UserError` if that fails."""
+    """Write `text` to the file, device or pipe `path` as UTF-8, to a file atomically. Raises `UserError` if that
+    fails."""
     if not path.name:
         raise UserError(f"cannot write {path}: it is a directory")
     try:
-        replace_file(path, text.encode(), sync=False)
+        if is_device(path):
+            path.write_bytes(text.encode())
+        else:
+            replace_file(Path(os.path.realpath(path)), text.encode(), sync=False)  # not a link to it
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 

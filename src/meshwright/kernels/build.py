@@ -106,8 +106,8 @@ def compute_version(compiler: str, instruction_set: str) -> str:
 
 def get_temporary_directory() -> Path:
     """Return the directory of compiled kernels where the cache directory cannot be written: this user's, in the
-    system's directory of temporary files."""
-    return Path(tempfile.gettempdir()) / f"meshwright-kernels-{os.geteuid()}"
+    directory that the environment variable TMPDIR names, else in /tmp. It may not exist."""
+    return Path(os.environ.get("TMPDIR") or "/tmp") / f"meshwright-kernels-{os.geteuid()}"
 
 
 def find_uncached(instruction_sets: Sequence[str]) -> list[str]:
@@ -125,9 +125,9 @@ def build(
     is kept in `get_temporary_directory`.
 
     log: called with one line before and one after compiling, with one before waiting for another process that compiles,
-    and with one where the cache directory cannot be written. count: (number, total) of this library among those that
-    the caller compiles one after another, for `log`. Raises KernelsUnavailable if the compiler fails or the library
-    cannot be written.
+    and for the first library with one if the cache directory cannot be written. count: (number, total) of this library
+    among those that the caller compiles one after another, for `log`. Raises KernelsUnavailable if the compiler fails
+    or the library cannot be written.
     """
     compiler = find_compiler()
     version = compute_version(compiler, instruction_set)
@@ -136,7 +136,7 @@ def build(
         kernels = f"CPU kernels for {format_instruction_set(instruction_set)}"
         place = " ({} of {})".format(*count) if count[1] > 1 else ""
         with _convert_errors():
-            library = _make_directory(log) / f"{version}.so"
+            library = _make_directory(log if count[0] == 1 else lambda line: None) / f"{version}.so"
             with _lock(library.with_suffix(".lock"), log):
                 if not _is_intact(library):  # no other process has compiled it meanwhile
                     log(f"compiling {kernels}{place}, once for this version ...")

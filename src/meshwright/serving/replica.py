@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwright.serving.admission import AnswerLengthRatio
 from meshwright.serving.request import Output, Request
-from meshwright.serving.speed import StepTimes, Work
+from meshwright.serving.speed import FORGETTING, StepTimes, Work
 from meshwright.spec.block_tables import BLOCK_TOKENS
 
 COUNTERS = ("pauses", "prefix_queries", "prefix_hits", "kernel_seconds")
@@ -25,8 +25,9 @@ MAX_PREDICTED = 256
 """Number of ends that are predicted one by one; the time of more is proportional to their number."""
 
 TIMES_PREDICTED, TIMES_MEASURED = 10.0, 4.0
-"""Multiple of its predicted time up to which a step does not count as hanging; multiple of the largest measured step's
-tokens and keys up to which a prediction is trusted, far below the former, as times are at most proportional to both."""
+"""Multiple of its predicted time up to which a step does not count as hanging; multiple of the tokens and keys of the
+largest recent step up to which a prediction is trusted, far below the former, as times are at most proportional to
+both."""
 FIRST_STEP_SECONDS = 60.0
 """Least time limit of a step while no step has been measured."""
 MAX_DOUBLINGS = 4
@@ -88,7 +89,8 @@ class Replica:
         cached_hashes: Hashes of KV blocks that its prefix cache probably holds, the least recently used first (keys;
             values None).
         step_times: Predictor of step times.
-        most_tokens, most_keys: Largest number of tokens, and of keys (`StepTimes`), of a measured step.
+        most_tokens, most_keys: Largest number of tokens, and of keys (`StepTimes`), of a measured step, multiplied by
+            `FORGETTING` for each later step, as `step_times` forgets steps.
         answer_lengths: Predictor of answer lengths.
         starts: Number of starts of its ranks that have ended.
         hangs: Number of times that a step exceeded its time limit since the last completed step.
@@ -102,7 +104,7 @@ class Replica:
         self.index, self.groups, self.starts, self.hangs = index, groups, 0, 0
         self.totals: defaultdict[str, float] = defaultdict(float)
         self.step_times, self.answer_lengths, self.lost_since = StepTimes(), AnswerLengthRatio(), math.inf
-        self.most_tokens = self.most_keys = 0
+        self.most_tokens = self.most_keys = 0.0
         self._reset_start()
 
     def _reset_start(self) -> None:
@@ -148,7 +150,8 @@ class Replica:
             self.totals["step_seconds"] += seconds
             self.totals["predicted_seconds"] += self.step_times.predict(tokens, keys)
             self.step_times.observe(seconds, tokens, keys)
-            self.most_tokens, self.most_keys = max(self.most_tokens, tokens), max(self.most_keys, keys)
+            self.most_tokens = max(FORGETTING * self.most_tokens, tokens)
+            self.most_keys = max(FORGETTING * self.most_keys, keys)
 
     def stats(self) -> dict[str, float]:
         """Return the replica's figures by name; a missing key counts as 0.
@@ -195,8 +198,8 @@ class Replica:
         measured), doubled for each hang since the last completed step, at most `MAX_DOUBLINGS` times; (2) ten times the
         predicted time of the longest step that the requests may need now: a token of each that decodes, and the prompts
         of the others; (3) the predicted time of computing the same tokens in steps of one token, because the prediction
-        (2) may be wrong for a step of more than `TIMES_MEASURED` times the tokens or keys of any measured step. budget:
-        maximum number of tokens of a step."""
+        (2) may be wrong for a step of more than `TIMES_MEASURED` times `most_tokens` or `most_keys`. budget: maximum
+        number of tokens of a step."""
         streams = [*self.streams.values(), *chain(*self.removed)]
         known = [(each, len(each.request.tokens) + len(each.tokens)) for each in streams]
         # Of a request that does not decode yet, all tokens may be still to be computed.

@@ -76,12 +76,12 @@ class StepTimes:
     def predict_ends(self, requests: Iterable[Work], places: int, prompt_tokens: int, groups: int = 1) -> list[float]:
         """Return the predicted seconds until requests end, ascending.
 
-        The prediction assumes that each running sequence decodes one token in every `groups` steps, one group after the
-        other and each with about as many sequences, that prompts are
+        The prediction assumes that each running sequence decodes one token in every `groups` steps, that prompts are
         computed one after the other with the decoding sequences, and that a sequence that ends lets the next request
         start. requests: remaining work of the requests, those that decode already first. places: maximum number of
         sequences that run at a time. prompt_tokens: maximum number of prompt tokens of a step. groups: number of groups
-        (pipeline stages) among which the sequences are divided; a step computes one group.
+        (pipeline stages) among which the sequences are divided evenly; a step computes one group, the next step the
+        next group.
         """
         a, b, c = self.coefficients
         running, ends, free = list[float](), list[float](), 0.0  # in rounds of `groups` steps; `running` is a heap

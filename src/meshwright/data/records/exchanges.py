@@ -6,6 +6,7 @@ import codecs
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -20,6 +21,7 @@ from meshwright.data.sources.resolution import find_files
 from meshwright.data.sources.streams import compress_by_suffix
 from meshwright.errors import UserError
 from meshwright.names import nearest
+from meshwright.terminal import is_device
 
 Record: TypeAlias = dict[str, Any]
 ANNOTATION = "annotation"  # key of a record's labels, which are not part of its content
@@ -119,11 +121,15 @@ def read_records(path: Path) -> list[tuple[str, Record]]:
 
 
 def write_records(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write the records `rows` to the JSON Lines file `path` atomically, compressed if it ends in .gz or .zst. Raises
-    `UserError` if the file cannot be written.
+    """Write the records `rows` to the JSON Lines file `path` atomically, compressed if it ends in .gz or .zst, or to a
+    device or pipe. Raises `UserError` if that fails.
     """
+    data = compress_by_suffix(path, b"".join(map(to_json_line, rows)))
     try:
-        write_atomic(path, compress_by_suffix(path, b"".join(map(to_json_line, rows))))
+        if is_device(path):
+            path.write_bytes(data)
+        else:
+            write_atomic(Path(os.path.realpath(path)), data)  # not a link to it
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 
