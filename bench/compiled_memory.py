@@ -19,13 +19,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
+from bench.shared import encoder_cases
+from bench.shared.ledger_cases import Step, measure
 from common import write_result
 from meshwright.comm.local import LocalRanks
 from meshwright.layout import Layout
 from meshwright.planner.memory.ledger import ledger
 from meshwright.spec.presets import preset
-from tests.planner.memory import encoder_cases
-from tests.planner.memory.ledger_cases import Step, measure
 
 LIMIT = 0.05
 MIXTURES = [

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,16 +23,23 @@ from xml.etree import ElementTree
 from common import RESULTS, write_result
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+TESTS = "tests/fuzz/test_parsers.py"
+PYTEST = [sys.executable, "-m", "pytest", "--fuzz", "-m", "fuzz", "-q", "-n", "0"]
+
+
+def list_parsers() -> list[str]:
+    """Return the names of all parsers, which identify their tests."""
+    command = [*PYTEST, "--collect-only", TESTS]
+    output = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+    return list(dict.fromkeys(re.findall(r"inputs_are_read_or_refused\[(.+)\]$", output, re.MULTILINE)))
 
 
 def fuzz_parser(name: str, inputs: int) -> dict[str, Any]:
     """Inputs read, refused, faults found and processor seconds of one parser."""
     kinds = ("corrupted", "generated")
-    tests = [f"tests/fuzz/test_parsers.py::test_many_{kind}_inputs_are_read_or_refused[{name}]" for kind in kinds]
+    tests = [f"{TESTS}::test_many_{kind}_inputs_are_read_or_refused[{name}]" for kind in kinds]
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
-        command = [sys.executable, "-m", "pytest", "--fuzz", "-m", "fuzz", "-q", "-n", "0", *tests]
-        command += ["-o", "junit_family=xunit1", f"--junitxml={report.name}"]
+        command = [*PYTEST, *tests, "-o", "junit_family=xunit1", f"--junitxml={report.name}"]
         ended = subprocess.run(
             command, cwd=REPOSITORY, env={**os.environ, "MESHWRIGHT_FUZZ": f"0:{inputs}"}, check=False
         )
@@ -50,13 +58,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inputs", type=int, default=100_000)
     parser.add_argument("--again", action="store_true")
-    parser.add_argument("parsers", nargs="*", help="names from tests.fuzz.parsers.PARSERS (default: all)")
+    parser.add_argument("parsers", nargs="*", help="names of parsers in tests/fuzz/parsers.py (default: all)")
     options = parser.parse_args()
-    from tests.fuzz.parsers import PARSERS
-
     path = RESULTS / "fuzz.json"
     done = json.loads(path.read_text())["parsers"] if path.exists() and not options.again else {}
-    for name in options.parsers or PARSERS:
+    for name in options.parsers or list_parsers():
         if done.get(name, {}).get("inputs") != options.inputs or done[name]["faults"]:
             done[name] = fuzz_parser(name, options.inputs)
             write_result("fuzz", {"parsers": done}, quiet=True)

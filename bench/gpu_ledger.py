@@ -4,7 +4,7 @@
 
 The real engine takes three steps on tensors that say they lie on a CUDA device and have sizes but no memory; each
 storage counts, in blocks of the caching allocator, from the operator that makes it to its last reference
-(`tests/planner/memory/cuda_cases.py`). Families, ways to recompute, types, documents, and every axis of a layout, at
+(`bench/shared/cuda_cases.py`). Families, ways to recompute, types, documents, and every axis of a layout, at
 the sizes of real models; what one forward keeps is compared tensor by tensor. The limit is 3% of the peak. It needs a
 C++ compiler and no GPU. Not seen: how the allocator's pieces fit, what kernels and NCCL take in addition to the
 sizes that their sources name.
@@ -20,8 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
+from bench.shared.cuda_cases import CudaStep, Measured, measured
 from common import write_result
-from tests.planner.memory.cuda_cases import CudaStep, Measured, measured
 
 LIMIT = 0.03
 AGAIN = "", "ac:selective", "ac:full"

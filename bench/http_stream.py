@@ -20,6 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from bench.shared.fake_engine import FakeEngine, make_prompts
 from common import write_result
 from meshwright.launcher.signals import StopSignals
 from meshwright.serving.gate import HttpSettings
@@ -27,7 +28,6 @@ from meshwright.serving.http import HttpApp
 from meshwright.serving.http_server import open_socket, serve_http
 from meshwright.serving.replica import OutputCallback
 from meshwright.serving.request import Output, Request
-from tests.serving.fake_engine import FakeEngine, make_prompts
 
 STREAMS, WARM_TOKENS = 32, 20
 KINDS: dict[str, dict[str, Any]] = {

@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from bench.shared.chat_templates import STYLES
 from chat_templates import CONVERSATIONS, SPECIAL
 from common import write_result
 from meshwright.data.packing.token_flags import TRAINED_BIT
@@ -42,7 +43,6 @@ from meshwright.data.records.examples import ExampleEncoder
 from meshwright.data.records.messages import MalformedRecord, Message
 from meshwright.data.records.template_rendering import TemplateError
 from meshwright.errors import UserError
-from tests.data.chat_templates import STYLES
 
 ENDS = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|return|>", "<|call|>",

@@ -2,7 +2,7 @@
 
 python bench/personal_data.py [--corpus PATH ... --sample 100]
 
-The texts are those of tests/data/cleaning/personal_data_*.jsonl. datatrove's formatter masks e-mail addresses and
+The texts are those of bench/data/personal_data_*.jsonl. datatrove's formatter masks e-mail addresses and
 public IPv4 addresses; libphonenumber's matcher (its Python port, region US) finds telephone numbers, and its example
 numbers of all regions are found or not. With --corpus, the text files under the paths are searched, and a sample of the
 hits is printed for the eye, without writing a result.
@@ -28,10 +28,10 @@ from datatrove.pipeline.formatters import PIIFormatter
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(1, str(Path(__file__).parent.parent))
+from bench.shared.labelled_personal_data import KINDS, PARTS, load_cases, score_finder
 from common import write_result
 from meshwright.data.cleaning.finders.phone_numbers import find_phone_numbers
 from meshwright.data.cleaning.personal_data import Span, find_personal_data
-from tests.data.cleaning.labelled import KINDS, PARTS, load_cases, score_finder
 
 TYPES = phonenumbers.PhoneNumberType
 FORMATS = phonenumbers.PhoneNumberFormat

@@ -5,19 +5,27 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from meshwright.checkpoint.model_directory import save_huggingface
 from meshwright.data import prepare
+from meshwright.model.initialise import initialise
+from meshwright.model.transformer import Transformer
 from meshwright.program.pipeline_text import format_pipeline
 from meshwright.recipe import Recipe
 from meshwright.schedules.library import generate
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.presets import preset
 from meshwright.training.teacher_cache_writer import write_teacher_cache
-from tests.adapters.adapter_cases import small, write_base
-from tests.training.training_cases import SOURCES
+from meshwright.verification.problem import scale_down_config
+
+SOURCES = [str(Path(sysconfig.get_path("stdlib"), name)) for name in ("argparse.py", "ast.py", "inspect.py")]
 
 
 def family(name: str, **changes: Any) -> dict[str, Any]:
@@ -235,11 +243,18 @@ def write_home(home: Path) -> None:
     (home / "runs").mkdir()
     (home / "mine.txt").write_text(format_pipeline(generate("zb-h1", 2, 4)))
     sizes = {"vocabulary": 257, "max_positions": 256, "heads": 4, "kv_heads": 2, "head_dim": 16}
-    base = dataclasses.replace(small(layers=4), **sizes, hidden=64, intermediate=128)
-    write_base(home / "base", base, torch.float32)
-    write_base(home / "teacher", dataclasses.replace(base, hidden=96, intermediate=160), torch.float32)
+    base = dataclasses.replace(scale_down_config(preset("llama-3-8b"), layers=4), **sizes, hidden=64, intermediate=128)
+    write_model(home / "base", base)
+    write_model(home / "teacher", dataclasses.replace(base, hidden=96, intermediate=160))
     recipe = make_recipe(home, "dp1 fp32", distill(top_k=8))
     write_teacher_cache(recipe, prepare(recipe.data, recipe.run.seed), lambda line: None)
+
+
+def write_model(directory: Path, config: ModelConfig) -> None:
+    """Write a model with random weights to a Hugging Face directory."""
+    model = Transformer(config, dtype=torch.float32)
+    initialise(model, parameter_table(config), seed=3)
+    save_huggingface(model, directory)
 
 
 def describe(tables: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ same recipe; on one rank without recomputation: FLOPs by PyTorch's counter. A th
 next runs, so of several ranks' steps the one that is least above its prediction counts. Under expert parallelism the
 prediction is given the tokens that the router has sent, and the bytes of the axes `ep` and `etp` are not compared.
 
-    python bench/plan_against_runs.py [--only TEXT]
+    python bench/plan_against_runs.py [--only TEXT] [--compiled]
 
 Writes bench/results/plan_against_runs.json; exit code 1 if a figure is beyond its limit.
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import gc
 import sys
 import tempfile
@@ -29,6 +28,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
+from bench.shared.flop_counting import OURS
+from bench.shared.ledger_cases import highest, live_bytes
 from common import write_result
 from meshwright.collectives.named import load_named_programs
 from meshwright.comm.local import LocalRanks
@@ -38,14 +39,13 @@ from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.planner.api import plan
 from meshwright.planner.cost.flops import forward_flops_per_token
 from meshwright.planner.cost.micro_batch import Routed
-from meshwright.planner.hardware.cluster import cluster
+from meshwright.planner.hardware.cluster import Cluster
+from meshwright.planner.hardware.devices import Device, Link
+from meshwright.planner.hardware.measured import Measured
 from meshwright.planner.memory.ledger import ledger
 from meshwright.recipe import Recipe, load_recipe_text
 from meshwright.training import loop, prediction
 from plan_against_cases import CASES, COMPILED_CASES, describe, make_recipe, write_home
-from tests.planner.calibration_cases import cluster_file
-from tests.planner.cost.flop_counting import OURS
-from tests.planner.memory.ledger_cases import highest, live_bytes
 
 LIMITS = {"one rank, dp, tp": 0.01, "cp, ep, pp": 0.03, "compiled": 0.05}
 """Largest errors of the peak of tensors that docs/plan.md states."""
@@ -125,11 +125,8 @@ class StepMeter:
     def launch(self, **options: Any) -> None:
         gc.collect()
         saved = sum(each.nbytes for each in self.run.checkpointer._buffers._buffers.values())  # copies for saves
-        self._before, self._sent, self._routed = (
-            live_bytes() - saved,
-            self.run.mesh.record.sent_by_axis(),
-            list[Routed](),
-        )
+        self._before, self._sent = live_bytes() - saved, self.run.mesh.record.sent_by_axis()
+        self._routed: list[Routed] = []
         agree, routed, task = self._agree, self._routed, self.run.trainer.task
         documents = task.tokens.document_mask and task.tokens.documents > 1
         self._starts = task.document_starts(self.run.trainer.steps_done, 1) if documents else None
@@ -149,7 +146,7 @@ class StepMeter:
     def finish(self) -> Any:
         outcome = self._finish()
         for unit in self.run.trainer.parallel._units.values():
-            if unit.pending_all_gather is not None:  # as in tests/planner/memory/ledger_cases.py
+            if unit.pending_all_gather is not None:  # as in bench/shared/ledger_cases.py
                 unit.unshard()
         self._stack.close()
         peak, where = highest(self._profile)
@@ -179,7 +176,7 @@ class StepMeter:
 
 
 def compare(name: str, recipe: Recipe, found: list[dict[str, Any]], place: Path) -> dict[str, Any]:
-    """Return the line of a case in the results. found: figures of each rank; place: directory for a cluster file."""
+    """Return the line of a case in the results. found: figures of each rank; place: directory of the cases' files."""
     layout = recipe.parsed_layout
     choose = max if layout.world_size == 1 else min
     steps = [choose(one["steps"][1:], key=lambda step: step["measured"] / step["predicted"]) for one in found]
@@ -192,11 +189,7 @@ def compare(name: str, recipe: Recipe, found: list[dict[str, Any]], place: Path)
         for number, step in enumerate(one["steps"])
         if number and not same_bytes(one["axes"], step["sent"], routed)
     ]
-    where = cluster(str(cluster_file(place, devices=layout.world_size, devices_per_node=layout.world_size)))
-    where = dataclasses.replace(
-        where, device=dataclasses.replace(where.device, peaks={**where.device.peaks, "fp16": 0.1})
-    )
-    planned = plan(recipe, where, layout).best
+    planned = plan(recipe, make_cluster(layout.world_size), layout).best
     largest = max(step["measured"] for step in steps)
     flops = found[0]["flops"]
     return {
@@ -207,6 +200,14 @@ def compare(name: str, recipe: Recipe, found: list[dict[str, Any]], place: Path)
         "sent_bytes": sum(sum(one["steps"][-1]["sent"].values()) for one in found), "wrong_bytes": wrong,
         "flops_error": flops and round(flops[0] / flops[1] - 1, 5),
     }  # fmt: skip
+
+
+def make_cluster(ranks: int) -> Cluster:
+    """Return a machine of CPU ranks. Its speeds are made up: memory does not depend on them."""
+    device = Device("cpu", {"fp32": 0.1, "bf16": 0.2, "fp16": 0.1}, memory_bytes=2**33, memory_bandwidth=1e10)
+    link = Link(bandwidth=2e9, latency=3e-5)
+    measured = Measured("gloo", ranks, threads=1, products=(), passes=())
+    return Cluster(f"{ranks} CPU ranks", device, ranks, ranks, link, link, measured)
 
 
 def same_bytes(predicted: dict[str, int], measured: dict[str, int], apart: set[str]) -> bool:

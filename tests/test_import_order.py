@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -213,3 +214,11 @@ for name in {sorted(names)!r}:
 """
     outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert outcome.returncode == 0, outcome.stderr
+
+
+def test_benchmarks_import_nothing_from_tests():
+    """Code of both is in bench/shared."""
+    scripts = [*(SOURCE.parent / "bench").rglob("*.py")]
+    assert len(scripts) > 80
+    for path in scripts:
+        assert not re.findall(r"^ *(?:from|import) tests\b.*", path.read_text(), re.MULTILINE), path

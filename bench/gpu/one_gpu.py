@@ -44,6 +44,8 @@ from cases import Cases, step_seconds
 from ring import ring_errors, ring_seconds
 from step_paths import graph_cases, step_cases
 
+from bench.shared.key_value_cache import KeyValueCache
+from bench.shared.packed_documents import documents_from_starts
 from meshwright.checkpoint import Checkpointer, SaveOptions
 from meshwright.comm.mesh import Mesh
 from meshwright.launcher.gpu_process import prepare_gpu_process
@@ -63,8 +65,6 @@ from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.training.deterministic import deterministic
 from synthetic import synthetic_trainer
-from tests.model.key_value_cache import KeyValueCache
-from tests.packed_documents import documents_from_starts
 
 FAMILIES = ("llama-tiny", "mistral-tiny", "qwen2-tiny", "qwen3-tiny", "gpt2-tiny")
 LLAMA_1B = {

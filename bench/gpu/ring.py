@@ -17,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 from cases import step_seconds
 
+from bench.shared.flash_kernels import flash_kernels_on_cpu
+from bench.shared.packed_documents import documents_from_starts
 from meshwright.comm import collectives
 from meshwright.comm.handle import DONE, Handle
 from meshwright.comm.mesh import Axis
@@ -24,8 +26,6 @@ from meshwright.layout import Layout
 from meshwright.model.documents import Documents
 from meshwright.model.scaled_dot_product import AttentionMask, MaskForm
 from meshwright.parallel import context
-from tests.model.flash_kernels import flash_kernels_on_cpu
-from tests.packed_documents import documents_from_starts
 
 LAYOUT = Layout(cp=2)
 AXES = [Axis("cp", tuple(range(LAYOUT.cp)), rank) for rank in range(LAYOUT.cp)]

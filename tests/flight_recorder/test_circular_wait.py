@@ -78,3 +78,14 @@ def test_overwritten_calls_are_left_out():
     whole = record(*(on_two_axes(rank, "data") * 4 for rank in range(4)))
     cut = [RankCalls(each.rank, 4, 1, each.calls[each.rank :], each.counts) for each in whole]
     assert find_circular_wait(cut) is None
+
+
+def test_group_whose_calls_one_rank_has_overwritten_is_left_out():
+    """As after a layout in which that rank made few calls over the group, and many over others."""
+    before = [("before", (0, 1))]
+    whole = record(before, [*before, ("after", (1, 2))], [("after", (1, 2))])
+    full = [RankCalls(each.rank, 3, 1, each.calls[-1:], each.counts) for each in whole]
+    assert find_circular_wait(full) is None
+    full[2] = record([], [], [])[2]
+    found = find_circular_wait(full)
+    assert found is not None and found.endswith("for rank 2, which makes no such call")

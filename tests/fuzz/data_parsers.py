@@ -276,7 +276,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
 
 @cache
 def _make_prompts() -> Any:
-    from tests.serving.fake_engine import make_prompts
+    from bench.shared.fake_engine import make_prompts
 
     with tempfile.TemporaryDirectory() as directory:
         return make_prompts(Path(directory))

@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
+from bench.shared.key_value_cache import KeyValueCache
 from meshwright.model import tiled_attention as tiles
 from meshwright.model.documents import Documents
 from meshwright.model.scaled_dot_product import attend, make_attention_mask
 from meshwright.model.tiled_attention import tiled_attention
 from meshwright.spec.presets import preset
-from tests.model.key_value_cache import KeyValueCache
 
 CPU = torch.device("cpu")
 # rows, tokens, query heads, key-value heads, head size; lengths that a tile of queries divides, and others

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from bench.shared.packed_documents import documents_from_starts
 from meshwright.model.documents import Documents
-from tests.packed_documents import documents_from_starts
 
 CPU = torch.device("cpu")
 

@@ -14,6 +14,8 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.llama4.modeling_llama4 import Llama4Router
 
+from bench.shared.flop_counting import OURS
+from bench.shared.key_value_cache import KeyValueCache
 from meshwright.checkpoint.model_directory import save_huggingface
 from meshwright.errors import UserError
 from meshwright.layout import Layout
@@ -32,9 +34,7 @@ from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.spec.refuse import refuse
 from tests.conftest import exhaustive
-from tests.model.key_value_cache import KeyValueCache
 from tests.model.transformers_names import entry_in_transformers
-from tests.planner.cost.flop_counting import OURS
 
 ODD: dict[str, Any] = {
     "vocab_size": 499, "hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 5, "num_attention_heads": 4,

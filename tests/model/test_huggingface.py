@@ -13,6 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from bench.shared.key_value_cache import KeyValueCache
 from meshwright.checkpoint.model_directory import save_huggingface
 from meshwright.errors import UserError
 from meshwright.model import huggingface
@@ -21,7 +22,6 @@ from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
 from meshwright.spec.config_json import config_from_huggingface
 from meshwright.spec.parameters import parameter_table
-from tests.model.key_value_cache import KeyValueCache
 
 ODD = {
     "vocab_size": 499, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 5, "num_attention_heads": 6,

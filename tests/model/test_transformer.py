@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.shared.key_value_cache import KeyValueCache
 from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.documents import Documents
 from meshwright.model.initialise import initialise
@@ -21,7 +22,6 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from tests.conftest import exhaustive
-from tests.model.key_value_cache import KeyValueCache
 
 FAMILIES = [
     *("llama-tiny", "mistral-tiny", "qwen2-tiny", "qwen3-tiny", "gpt2-tiny"),

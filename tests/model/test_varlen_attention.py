@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from bench.shared.flash_kernels import flash_kernels_on_cpu
+from bench.shared.packed_documents import documents_from_starts
 from meshwright.model import attention_inputs
 from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.documents import Documents
@@ -21,8 +23,6 @@ from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.spec.chunks import pad_document_count
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
-from tests.model.flash_kernels import flash_kernels_on_cpu
-from tests.packed_documents import documents_from_starts
 
 CPU = torch.device("cpu")
 STARTS = [[0, 1, 7, 8, 20], [0], [0, 23]]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bench.shared.flash_kernels import flash_kernels_on_cpu
 from meshwright.comm.faults import KINDS, Fault
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
@@ -16,7 +17,6 @@ from meshwright.model.documents import Documents
 from meshwright.model.scaled_dot_product import MaskForm
 from meshwright.model.tiled_attention import ScoreSettings
 from meshwright.parallel.context import list_local_positions, make_context_operations
-from tests.model.flash_kernels import flash_kernels_on_cpu
 
 CPU = torch.device("cpu")
 Case = tuple[tuple[int, int, int, int, int], bool | list[list[int]], int | None, int]

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from bench.shared.backward_pass import run_backward
+from bench.shared.packed_documents import documents_from_starts
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
@@ -18,8 +20,6 @@ from meshwright.parallel.step import count_targets
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
-from tests.packed_documents import documents_from_starts
-from tests.parallel.backward_pass import run_backward
 
 ROWS, SEQUENCE = 8, 20
 MASKED = dataclasses.replace(preset("bert-tiny"), layers=3, vocabulary=97)

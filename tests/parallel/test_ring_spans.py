@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from bench.shared.flash_kernels import visible_pairs
+from bench.shared.packed_documents import documents_from_starts
 from meshwright.model.documents import Documents
 from meshwright.model.varlen_attention import make_varlen_mask
 from meshwright.parallel import ring_spans
-from tests.model.flash_kernels import visible_pairs
-from tests.packed_documents import documents_from_starts
 
 CPU = torch.device("cpu")
 Call = tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]

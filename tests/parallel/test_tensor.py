@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.shared.backward_pass import run_backward
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model import loss
@@ -25,7 +26,6 @@ from meshwright.spec.presets import preset
 from meshwright.verification.problem import Problem, scale_down_config
 from tests.batches import make_batch, share_of
 from tests.conftest import exhaustive
-from tests.parallel.backward_pass import run_backward
 from tests.parallel.stage_cases import tensors_of
 
 LLAMA = scale_down_config(preset("llama-3-8b"), tp=4)  # 4 heads, 2 key-value heads, vocabulary 499

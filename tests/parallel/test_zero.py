@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.shared.backward_pass import run_backward
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
@@ -27,7 +28,6 @@ from meshwright.spec.presets import preset
 from meshwright.verification.problem import Problem, scale_down_config
 from tests.batches import make_batch, share_of
 from tests.conftest import exhaustive
-from tests.parallel.backward_pass import run_backward
 
 LLAMA, GPT2 = scale_down_config(preset("llama-3-8b")), scale_down_config(preset("gpt2"))
 TABLE = parameter_table(LLAMA)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.shared.fake_engine import SAMPLE, make_prompts
 from meshwright.serving.choices import Choice, Piece, StopRule
 from meshwright.serving.prompts import Prompts
 from meshwright.serving.request import FinishReason, Output, Request
 from meshwright.serving.sampling import Sampling, TokenResult
-from tests.serving.fake_engine import SAMPLE, make_prompts
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ import pytest
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
+from bench.shared.fake_engine import FakeEngine, ServedApp, make_prompts, wait_until
 from meshwright.data.records.examples import ExampleEncoder
 from meshwright.data.tokenizers.detokenizer import IncrementalDetokenizer
 from meshwright.errors import RankLost
@@ -33,7 +34,6 @@ from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import TokenResult
 from meshwright.serving.streaming import JobRunner
 from meshwright.serving.waiting_line import Refusal
-from tests.serving.fake_engine import FakeEngine, ServedApp, make_prompts, wait_until
 
 KEY = "a-key-for-tests"
 HELLO = [{"role": "user", "content": "hello"}]

@@ -21,6 +21,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bench.shared.fake_engine import FakeEngine, ServedApp, make_prompts, wait_until
 from meshwright.errors import UserError
 from meshwright.launcher.signals import StopSignals
 from meshwright.serving import gate, http_server
@@ -29,7 +30,6 @@ from meshwright.serving.http import HttpApp
 from meshwright.serving.http_server import open_socket
 from meshwright.serving.serve import raise_open_file_limit
 from meshwright.serving.waiting_line import Refusal
-from tests.serving.fake_engine import FakeEngine, ServedApp, make_prompts, wait_until
 
 PROGRAM = """
 import asyncio, sys
@@ -39,7 +39,7 @@ from meshwright.serving.gate import HttpSettings
 from meshwright.serving.http import HttpApp
 from meshwright.serving import http_server
 from meshwright.serving.http_server import open_socket, serve_http
-from tests.serving.fake_engine import FakeEngine, make_prompts
+from bench.shared.fake_engine import FakeEngine, make_prompts
 
 http_server.READ_SECONDS = 0.3  # shorter than the requests in flight
 prompts = make_prompts(Path(sys.argv[1]))

@@ -10,13 +10,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
+from bench.shared.fake_engine import FakeEngine, make_prompts
 from meshwright.serving.gate import HttpSettings
 from meshwright.serving.http import HttpApp
 from meshwright.serving.protocol import bodies
 from meshwright.serving.protocol.bodies import parse_body
 from meshwright.serving.protocol.errors import ApiError
 from meshwright.serving.protocol.parameters import UNSUPPORTED
-from tests.serving.fake_engine import FakeEngine, make_prompts
 
 MODELS = {
     "/v1/completions": bodies.CompletionBody,

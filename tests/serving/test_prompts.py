@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from bench.shared.fake_engine import SAMPLE, make_prompts
 from meshwright.data.records.messages import Message
 from meshwright.data.records.template_inputs import Conversation
 from meshwright.errors import UserError
 from meshwright.serving.prompts import Prompts
 from tests.data.fallback_tokenizer import fallback_tokenizer
-from tests.serving.fake_engine import SAMPLE, make_prompts
 
 
 @pytest.fixture(scope="module")

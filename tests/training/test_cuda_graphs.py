@@ -16,6 +16,8 @@ from unittest import mock
 import pytest
 import torch
 
+from bench.shared.flash_kernels import flash_kernels_on_cpu
+from bench.shared.packed_documents import documents_from_starts
 from meshwright.comm.mesh import Mesh, find_axis
 from meshwright.emulation.ranks import EmulatedRanks
 from meshwright.model import attention_inputs, varlen_attention
@@ -27,8 +29,6 @@ from meshwright.training.cuda_graphs import FixedDocuments, GraphedForwardBackwa
 from tests.adapters.adapter_cases import small, write_base
 from tests.conftest import exhaustive
 from tests.emulation.test_streams import edited
-from tests.model.flash_kernels import flash_kernels_on_cpu
-from tests.packed_documents import documents_from_starts
 from tests.training import training_cases as cases
 from tests.training.recorded_graph import Capture, CapturedCalls, RecordedGraph
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.shared.chat_templates import STYLES, write_tokenizer
 from meshwright.checkpoint.model_directory import save_huggingface
 from meshwright.data import NO_TARGET, PackedExamples, TokenBatch, prepare
 from meshwright.data.records.messages import Message
@@ -27,7 +28,6 @@ from meshwright.serving.prompts import Prompts
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.spec.config_json import config_from_path
-from tests.data.chat_templates import STYLES, write_tokenizer
 from tests.training import training_cases as cases
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "é"]

@@ -53,14 +53,16 @@ def find_circular_wait(ranks: Sequence[RankCalls]) -> str | None:
 
 
 def _find_first_common_calls(ranks: Sequence[RankCalls]) -> dict[Group, int]:
-    """Return for each group the index of its earliest call that all of its ranks still have in their ring buffers."""
+    """Return for each group the index of its earliest call that all of its ranks still have in their ring buffers; the
+    index after its last call, if a rank has none of them left."""
     first: dict[Group, int] = {}
     for each in ranks:
-        seen: set[Group] = set()
+        kept: dict[Group, int] = {}
         for call in each.calls:
-            if call.group not in seen:
-                seen.add(call.group)
-                first[call.group] = max(first.get(call.group, 0), call.index)
+            kept.setdefault(call.group, call.index)
+        for group in {**each.counts, **kept}:
+            index = kept[group] if group in kept else each.counts[group] + 1
+            first[group] = max(first.get(group, 0), index)
     return first
 
 

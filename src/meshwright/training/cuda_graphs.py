@@ -59,8 +59,7 @@ class _CapturedCalls(WrappedCalls):
     recorder of this process. A replay makes the captured calls, and is recorded as one call of each process group,
     because the host cannot observe the end of a call inside a graph.
 
-    `payloads`: bytes of the captured calls, by (number of the process group, name of the
-    mesh axis)."""
+    `payloads`: bytes of the captured calls, by (number of the process group, name of the mesh axis)."""
 
     def __init__(self, calls: CallRecorder) -> None:
         super().__init__(calls)

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.shared.labelled_personal_data import KINDS, PARTS, Case, Score, load_cases, score_finder
 from meshwright.data.cleaning.finders.phone_numbers import find_phone_numbers
 from meshwright.data.cleaning.finders.top_level_domains import TOP_LEVEL_DOMAINS
 from meshwright.data.cleaning.personal_data import MASKS, find_personal_data, mask_personal_data
 from meshwright.names import PERSONAL_DATA
-from tests.data.cleaning.labelled import KINDS, PARTS, Case, Score, load_cases, score_finder
 
 ALL = [*MASKS]
 DOCUMENTATION = Path(__file__).parents[3] / "docs" / "data.md"

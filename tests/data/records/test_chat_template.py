@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from bench.shared.chat_templates import STYLES, write_tokenizer
 from meshwright.data.packing.token_flags import TRAINED_BIT
 from meshwright.data.records.chat_template import ChatTemplate
 from meshwright.data.records.examples import ExampleEncoder
@@ -14,7 +15,6 @@ from meshwright.data.records.template_rendering import TemplateError
 from meshwright.data.records.template_sources import check_template_tokens, find_template
 from meshwright.data.sources.reading import Document
 from meshwright.errors import UserError
-from tests.data.chat_templates import STYLES, write_tokenizer
 
 TURNS = [
     Message("system", "You know what the fox does."),

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from bench.shared.chat_templates import STYLES, write_tokenizer
 from meshwright.data.packing.token_flags import TRAINED_BIT
 from meshwright.data.records.conversations import RecordFormat
 from meshwright.data.records.examples import ExampleEncoder
 from meshwright.data.sources.reading import Document
-from tests.data.chat_templates import STYLES, write_tokenizer
 
 RECORDED = json.loads((Path(__file__).parent / "mask_oracles.json").read_text())
 AXOLOTL, TRL, COMPLETION = "axolotl", "TRL assistant_only_loss", "TRL completion"

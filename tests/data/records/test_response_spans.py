@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from bench.shared.chat_templates import STYLES, write_tokenizer
 from meshwright.data.packing.token_flags import AUTHORS, TRAINED_BIT
 from meshwright.data.records import conversation_turns, message_regions
 from meshwright.data.records.chat_template import ChatTemplate
@@ -20,7 +21,6 @@ from meshwright.data.records.parsed_example import Example
 from meshwright.data.records.template_rendering import TemplateError
 from meshwright.data.sources.reading import Document
 from meshwright.errors import UserError
-from tests.data.chat_templates import STYLES, write_tokenizer
 
 LOOP, END = "{% for m in messages %}", "{% endfor %}"
 # Each: template, special tokens, text of the first answer's span and of the last one's (A and B: the answers).

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from bench.shared.flop_counting import ROWS, SEQUENCE, count, count_on_rank, small
 from meshwright.comm.local import LocalRanks
 from meshwright.layout import Layout
 from meshwright.model import tiled_attention
@@ -31,7 +32,6 @@ from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import PRESETS, preset
 from meshwright.spec.stages import Stage, cut_into_stages, whole_model
-from tests.planner.cost.flop_counting import ROWS, SEQUENCE, count, count_on_rank, small
 from tests.planner.cost.operation_sums import total_flops
 
 OURS = ENGINES["meshwright"]

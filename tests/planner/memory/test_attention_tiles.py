@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 import torch
 
+from bench.shared.packed_documents import documents_from_starts
 from meshwright.layout import Layout
 from meshwright.model.tiled_attention import Span, cut_tiles
 from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Starts
@@ -16,7 +17,6 @@ from meshwright.planner.memory import attention_tiles
 from meshwright.planner.memory.attention_tiles import Tiles, list_tiles, tiled_backward
 from meshwright.planner.memory.snapshot import count_bytes
 from meshwright.spec.presets import preset
-from tests.packed_documents import documents_from_starts
 
 
 def rows_of(rows: int, length: int, seed: int) -> Starts:

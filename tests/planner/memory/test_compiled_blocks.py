@@ -8,6 +8,8 @@ from collections import Counter
 import pytest
 import torch
 
+from bench.shared.ledger_cases import Step, measure
+from bench.shared.saved_cases import Case, Watched, watch
 from meshwright.comm.local import LocalRanks
 from meshwright.layout import Layout
 from meshwright.model.axis_operations import AxisOperations
@@ -23,8 +25,6 @@ from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.spec.stages import whole_model
 from tests.conftest import exhaustive
-from tests.planner.memory.ledger_cases import Step, measure
-from tests.planner.memory.saved_cases import Case, Watched, watch
 from tests.planner.memory.test_saved import DOCUMENTS, NOT_HOOKED, model
 
 DENSE = ("llama-tiny", "gpt2-tiny", "qwen2-tiny", "qwen3-tiny", "mistral-tiny")

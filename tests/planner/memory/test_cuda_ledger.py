@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from bench.shared.cuda_cases import CudaStep, Measured, NoCompiler, measured
 from meshwright.layout import Layout
 from tests.conftest import exhaustive
-from tests.planner.memory.cuda_cases import CudaStep, Measured, NoCompiler, measured
 
 CAPPED = {"layers": 2, "vocabulary": 4096, "windowed_layers": None, "sliding_window": None}
 TWO, FOUR, NO_HEAD = {"layers": 2}, {"layers": 4}, {"layers": 2, "vocabulary": 2048}

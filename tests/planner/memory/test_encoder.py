@@ -7,6 +7,9 @@ from collections import Counter
 
 import pytest
 
+from bench.shared.encoder_cases import EncoderCase, EncoderStep, count, measure, small, watch
+from bench.shared.ledger_cases import check_states
+from bench.shared.saved_cases import difference
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.api import plan
@@ -27,9 +30,6 @@ from meshwright.spec.stages import whole_model
 from meshwright.spec.work import count_predictions
 from tests.conftest import exhaustive
 from tests.planner.cost.operation_sums import total_flops
-from tests.planner.memory.encoder_cases import EncoderCase, EncoderStep, count, measure, small, watch
-from tests.planner.memory.ledger_cases import check_states
-from tests.planner.memory.saved_cases import difference
 
 PACKED = ((0, 5), (0,), (0, 9), (0, 1, 2))
 OURS = ENGINES["meshwright"]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.shared.ledger_cases import SMALL, Step, check_states, measure
 from meshwright.comm.local import LocalRanks
 from meshwright.errors import UserError
 from meshwright.layout import Layout
@@ -36,7 +37,6 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import preset
 from meshwright.training import optimizer
 from tests.planner.cost.test_measured_rates import here
-from tests.planner.memory.ledger_cases import SMALL, Step, check_states, measure
 
 LLAMA = dataclasses.replace(preset("llama-tiny"), tied=False)
 SMALL_HEAD = dataclasses.replace(LLAMA, vocabulary=256)  # so that the peak is in a layer, not in the loss

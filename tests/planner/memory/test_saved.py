@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bench.shared.saved_cases import Case, Watched, difference, watch
 from meshwright.comm.local import LocalRanks
 from meshwright.layout import Layout
 from meshwright.planner.cost.micro_batch import MicroBatch, Routed
@@ -18,7 +19,6 @@ from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import PRESETS, preset
 from meshwright.spec.stages import whole_model
-from tests.planner.memory.saved_cases import Case, Watched, difference, watch
 
 TINY = [name for name, one in PRESETS.items() if name.endswith("-tiny") and not preset(name).encoder]
 FAMILIES = tuple({preset(name).family: name for name in reversed(TINY)}.values())

@@ -18,6 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from bench.shared.packed_documents import documents_from_starts
 from meshwright.adapters.dropout import sample_keys
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
@@ -38,7 +39,6 @@ from meshwright.training.distillation_loss import DistillationLoss
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.preference_loss import Preference
 from meshwright.training.teacher import Teacher
-from tests.packed_documents import documents_from_starts
 
 WATCHED = 5
 """Steps that are watched where there are several ranks; one step of a single rank is like another."""

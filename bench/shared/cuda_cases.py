@@ -1,7 +1,7 @@
 """A training step on a CUDA device that is not there: the real engine on tensors that have sizes and no memory, each
 storage watched from the operator that makes it to its last reference.
 
-    LD_PRELOAD=... python -m tests.planner.memory.cuda_cases < cases.json
+    LD_PRELOAD=... python -m bench.shared.cuda_cases < cases.json
 
 Reads a list of `CudaStep` from standard input and answers a line of JSON for each (`measured`, `Measured`). A process
 of its own: the library that lets PyTorch's CPU build do this (`preload`) has to be there before PyTorch is.
@@ -29,7 +29,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 SOURCE = Path(__file__).with_name("cuda_without_gpu.cpp")
 BLOCK = 512
 """Bytes that the CUDA caching allocator rounds up to (c10/core/AllocatorConfig.h, `kMinBlockSize`)."""
@@ -116,7 +116,7 @@ def measured(cases: Sequence[CudaStep]) -> Iterator[Measured]:
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "LD_PRELOAD": str(preload()), "PYTHONPATH": os.pathsep.join(paths)}
     given = json.dumps([case._asdict() for case in cases])
-    command = [sys.executable, "-m", "tests.planner.memory.cuda_cases"]
+    command = [sys.executable, "-m", "bench.shared.cuda_cases"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
     ) as process:
@@ -141,6 +141,7 @@ if __name__ == "__main__":
     from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    from bench.shared.saved_cases import Case, Watched, difference, watch
     from meshwright.adapters.attach import attach_adapters
     from meshwright.comm import transport
     from meshwright.comm.mesh import CommunicationState, Mesh
@@ -167,7 +168,6 @@ if __name__ == "__main__":
     from meshwright.training.cuda_graphs import FixedDocuments, GraphedForwardBackward
     from meshwright.training.precision import PARAMETER_DTYPES
     from meshwright.training.trainer import Trainer
-    from tests.planner.memory.saved_cases import Case, Watched, difference, watch
 
     aten = torch.ops.aten
     OF_CUDA = torch.library.Library("aten", "IMPL", "CUDA")

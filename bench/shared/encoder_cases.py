@@ -10,6 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from bench.shared.backward_pass import run_backward
+from bench.shared.ledger_cases import Measured, highest, live_bytes
+from bench.shared.packed_documents import documents_from_starts
+from bench.shared.saved_cases import Storages, Watched
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
@@ -28,10 +32,6 @@ from meshwright.spec.presets import preset
 from meshwright.spec.stages import whole_model
 from meshwright.spec.work import count_predictions
 from meshwright.training.optimizer import Optimizer
-from tests.packed_documents import documents_from_starts
-from tests.parallel.backward_pass import run_backward
-from tests.planner.memory.ledger_cases import Measured, highest, live_bytes
-from tests.planner.memory.saved_cases import Storages, Watched
 
 
 class EncoderCase(NamedTuple):

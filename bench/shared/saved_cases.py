@@ -13,6 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.shared.packed_documents import documents_from_starts
 from meshwright.adapters.attach import attach_adapters
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
@@ -36,7 +37,6 @@ from meshwright.spec.parameters import parameter_table
 from meshwright.spec.partition import Partition
 from meshwright.spec.stages import cut_into_stages
 from meshwright.training.preference_loss import Preference
-from tests.packed_documents import documents_from_starts
 
 
 class Case(NamedTuple):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from meshwright.data.cleaning.personal_data import Span
 
+DATA = Path(__file__).parent.parent / "data"
 PARTS = ("held_out", "development")
 KINDS = ("email", "phone", "ip")
 
@@ -47,7 +48,7 @@ class Score:
 
 def load_cases(part: str) -> list[Case]:
     """Read the cases of a part, "held_out" or "development"."""
-    lines = Path(__file__).with_name(f"personal_data_{part}.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (DATA / f"personal_data_{part}.jsonl").read_text(encoding="utf-8").splitlines()
     return [_read_case(line) for line in lines]
 
 
