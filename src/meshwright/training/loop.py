@@ -324,8 +324,7 @@ class Run:
         was finite and a dynamic loss scale was halved because its gradients overflowed. step: number of the step that
         was finished last."""
         trainer, limit = self.trainer, self.recipe.train.maximum_skipped
-        untrained = trainer.skipped == self.recipe.train.steps
-        if untrained or trainer.skipped_in_a_row > limit:
+        if (untrained := trainer.skipped == self.recipe.train.steps) or trainer.skipped_in_a_row > limit:
             wait_for_save(self.checkpointer, self.agreement)  # an earlier save may still be in progress
             newest = self.checkpointer.find_newest()
             count = "every step" if untrained else f"{trainer.skipped_in_a_row} steps in a row" if limit else "a step"
