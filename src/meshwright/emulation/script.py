@@ -152,8 +152,8 @@ def run_emulated_script(path: Path, arguments: list[str], ranks: int, options: S
     try:
         code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except SyntaxError as error:
-        where = f"{path}:{error.lineno}" if error.lineno else str(path)  # none for an unknown encoding or a null byte
-        raise UserError(f"{where}: {error.msg}") from None
+        place = f"{path}:{error.lineno}" if error.lineno else str(path)  # none for an unknown encoding or a null byte
+        raise UserError(f"{place}: {error.msg}") from None
     report, log = ScriptReport(ranks), ModuleLog()
     with ExitStack() as stack:
         emulated = stack.enter_context(EmulatedRanks(ranks, initialized=options.check))
