@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.data.cleaning.blocked_words import BlockedWords, hash_word_list
+from meshwright.data.records.messages import MalformedRecord, load_json
 from meshwright.errors import UserError
 from meshwright.inspection.files import TensorFiles
 from meshwright.monitoring.report_inputs import read_recipe, read_result, read_steps
@@ -21,7 +22,8 @@ from meshwright.program.load import load_program
 from meshwright.recipe import load_recipe
 from meshwright.schedules.library import load_schedule as load_pipeline
 from meshwright.spec.config_json import config_from_path
-from meshwright.untrusted import read_file
+from meshwright.toml import parse_toml
+from meshwright.untrusted import parse_json, read_file
 
 READERS: dict[str, Callable[[Path], object]] = {
     "recipe.toml": load_recipe,
@@ -190,6 +192,16 @@ def direct_reads(source: str) -> list[int]:
         for call in calls
         if (name := ast.unparse(call.func)) in names or name.endswith((".read_text", ".read_bytes"))
     ]
+
+
+def test_huge_integer_is_refused_without_advice_for_programmers():
+    message = r"an integer of 5,000 digits is too large\)?$"
+    with pytest.raises(ValueError, match=message):
+        parse_json("1" * 5000)
+    with pytest.raises(UserError, match=message):
+        parse_toml("a = " + "1" * 5000, "a.toml")
+    with pytest.raises(MalformedRecord, match=message):
+        load_json("1" * 5000, "a record")
 
 
 def test_paths_are_read_through_untrusted(repository: Path):

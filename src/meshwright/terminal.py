@@ -26,6 +26,11 @@ def escape_control_characters(text: str) -> str:
     )
 
 
+def escape_in_table(text: str) -> str:
+    """Escape control characters and newlines in the text of a table's cell, which a newline would split."""
+    return escape_control_characters(text).replace("\n", "\\n")
+
+
 def escape_on_terminal(text: str) -> str:
     """Escape control characters if standard output is a terminal; text for files and pipes is returned unchanged."""
     return escape_control_characters(text) if sys.stdout.isatty() else text

@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.names import nearest
-from meshwright.untrusted import check_nesting, read_file
+from meshwright.untrusted import check_nesting, describe_parse_error, read_file
 
 
 def read_toml(path: Path, kind: str) -> dict[str, Any]:
@@ -51,10 +51,8 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
         line = position[1] if position else len(text.splitlines()) or 1
         reason = message[: position.start()] if position else message.removesuffix(" (at end of document)")
         raise UserError(f"{where}:{line}: not valid TOML: {reason[:1].lower()}{reason[1:]}") from None
-    except RecursionError:
-        raise UserError(f"{where}: not valid TOML: nested too deeply") from None
-    except ValueError as error:  # a number with thousands of digits, an impossible date, or nested too deeply
-        raise UserError(f"{where}: not valid TOML: {error}") from None
+    except (ValueError, RecursionError) as error:  # a huge integer, an impossible date, or nested too deeply
+        raise UserError(f"{where}: not valid TOML: {describe_parse_error(error)}") from None
 
 
 def _describe_missing_file(path: Path, kind: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -60,10 +61,20 @@ def parse_json(text: str | bytes | bytearray, object_pairs_hook: PairsHook | Non
         value = json.loads(decoded, object_pairs_hook=object_pairs_hook)
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} is not UTF-8 text") from None
-    except RecursionError:
-        raise ValueError(_format_nesting_error()) from None
+    except json.JSONDecodeError:  # a ValueError with the position
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ValueError(describe_parse_error(error)) from None
     check_nesting(value)
     return value
+
+
+def describe_parse_error(error: ValueError | RecursionError) -> str:
+    """Describe `error`, which Python's parser of JSON or TOML raised, for the user who wrote the text."""
+    if isinstance(error, RecursionError):
+        return _format_nesting_error()
+    digits = re.search(r"value has (\d+) digits", str(error))  # Python's limit, and advice for programmers
+    return f"an integer of {int(digits[1]):,} digits is too large" if digits else str(error)
 
 
 def read_json(path: str | Path, limit: str = "json_bytes", object_pairs_hook: PairsHook | None = None) -> Any:

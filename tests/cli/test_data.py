@@ -14,7 +14,7 @@ import torch
 
 from meshwright.data.cleaning.rules import list_enabled_rules
 from meshwright.recipe import CleanRecipe
-from meshwright.terminal import escape_control_characters
+from meshwright.terminal import escape_control_characters, escape_in_table
 from tests.adapters.adapter_cases import small, write_base
 
 
@@ -147,6 +147,7 @@ print({"torch", "numpy", "tokenizers", "pydantic", "rich"} & set(sys.modules))
 
 
 def test_control_characters_are_escaped():
+    assert escape_in_table("a\n\x00b\u2028") == "a\\n\\x00b\\u2028"
     assert escape_control_characters("a\tb\x1b[2J\r\x00é\u202e") == "a   b\\x1b[2J\\r\\x00é\\u202e"
 
 

@@ -140,14 +140,14 @@ def test_breakpoint_stops_the_rank_that_reaches_it(
         (["--emulate", "2", "--ranks", "2"], "no --ranks"),
         (["--emulate", "2", "--break", "2"], "ranks are 0 to 1"),
         (["--emulate", "2", "--break", "x"], "give RANK or RANK:CALL"),
-        (["--emulate", "2", "--check"], "has no function one_device()"),
+        (["--emulate", "2", "--check"], "has no function one_device()"),  # and does not run
     ],
 )
 def test_wrong_options_are_one_line(
     options: list[str], message: str, tmp_path: Path, command_line: Callable[..., Outcome]
 ):
-    path = tmp_path / "empty.py"
-    path.write_text("")
+    path = tmp_path / "training.py"
+    path.write_text("import torch.distributed as dist\ndist.init_process_group()\nraise AssertionError\n")
     outcome = command_line("run", *options, path)
     assert outcome.code == 2 and message in outcome.errors and outcome.errors.count("\n") == 1
 

@@ -270,9 +270,9 @@ def test_no_torch_is_loaded_for_safetensors(tmp_path: Path):
     assert outcome.returncode == 0, outcome.stderr
 
 
-def test_names_that_look_like_markup_are_shown_verbatim(tmp_path: Path, command_line: Callable[..., Any]):
-    save_file({"layers[0].[red]x[/blue]": torch.ones(2)}, tmp_path / "model.safetensors")
-    assert "layers[0].[red]x[/blue]" in command_line("inspect", tmp_path).output
+def test_names_like_markup_are_shown_verbatim_and_newlines_escaped(tmp_path: Path, command_line: Callable[..., Any]):
+    save_file({"layers[0].[red]x[/blue]\ny": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert "layers[0].[red]x[/blue]\\ny " in command_line("inspect", tmp_path).output
 
 
 def test_a_run_directory_means_its_newest_checkpoint(

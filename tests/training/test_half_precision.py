@@ -231,10 +231,22 @@ def test_excessive_loss_scale_is_halved_by_uncounted_skips_everywhere(request, h
     assert outcomes[0]["result"]["skipped_steps"] == len(skipped)
 
 
-def test_nan_loss_still_ends_run(two, home):
-    changes = {"train_steps": 9, "train_maximum_skipped": 2, "checkpoint_every": 2}
-    outcomes = run(two, home / "broken", "dp2 zero3 fp16", fault="nan_parameter_from_step_3", **changes)
-    assert all("CheckFailed: 3 steps in a row, the last of them step 5" in outcome["error"] for outcome in outcomes)
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"fault": "nan_parameter_from_step_3", "train_steps": 9, "train_maximum_skipped": 2, "checkpoint_every": 2},
+            "3 steps in a row, the last of them step 5, had",
+        ),
+        (
+            {"train_loss_scale": 2.0**30, "train_steps": 3},
+            "every step, the last of them step 3, had",
+        ),  # nothing learned
+    ],
+)
+def test_nan_loss_or_a_run_without_an_update_fails(two, home, changes, reason):
+    outcomes = run(two, home / reason, "dp2 zero3 fp16", **changes)
+    assert all(f"CheckFailed: {reason}" in outcome["error"] for outcome in outcomes)
 
 
 def test_loss_scale_is_restored_on_resume(two, home):

@@ -525,8 +525,8 @@ def test_too_many_skipped_steps_end_run_with_checkpoints_intact(two, home, layou
         train_steps=20,
     )  # fmt: skip
     line = (
-        "CheckFailed: 3 steps in a row, the last of them step 5, had a loss or gradient that is not finite, more than "
-        "train.maximum_skipped = 2; the newest intact checkpoint is step-000004; a lower train.learning_rate or "
+        "CheckFailed: 3 steps in a row, the last of them step 5, had a loss or gradient that is not finite "
+        "(train.maximum_skipped = 2); the newest intact checkpoint is step-000004; a lower train.learning_rate or "
         "train.clip usually helps"
     )
     assert [outcome["error"] for outcome in outcomes] == [line] * 2 and CheckFailed.exit_code == 1

@@ -183,9 +183,12 @@ def test_journal_with_a_torn_line_is_repaired_and_a_foreign_file_refused(tmp_pat
     assert all(json.loads(line) for line in (tmp_path / JOURNAL).read_text().splitlines())
     other = tmp_path / "other"
     other.mkdir()
-    (other / JOURNAL).write_text("not a journal\n")
-    with pytest.raises(UserError, match=r"journal.jsonl is not the journal of a study"):
-        Study(make_recipe(), other)
+    for before in ("", (tmp_path / JOURNAL).read_text()):
+        for line in ("not a journal\n", "[]\n"):
+            (other / JOURNAL).write_text(before + line)
+            with pytest.raises(UserError, match=r"journal.jsonl is not the journal of a study"):
+                Study(make_recipe(), other).take_trial()
+            assert (other / JOURNAL).read_text() == before + line
 
 
 def test_page_shows_every_trial_and_orders_keys_by_importance(tmp_path: Path):

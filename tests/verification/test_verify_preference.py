@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.comm.faults import KINDS, Fault
+from meshwright.comm.faults import Fault
 from meshwright.comm.local import LocalRanks
 from meshwright.layout import Layout
 from meshwright.recipe import load_recipe
@@ -69,11 +69,18 @@ def test_kto_matches_one_device_and_its_predicted_bytes(tiny_recipe: Path, layou
     assert document["passed"] and document["worst"]["relative_error"] < 1e-12 and document["loss_error"] < 1e-12
 
 
-def test_every_fault_in_sum_of_response_log_probabilities_is_caught(two: LocalRanks):
-    layout = Layout.parse("cp2")
+@pytest.mark.parametrize(
+    ("text", "site", "kinds"),
+    [
+        ("cp2", "loss.responses", ("skip", "double", "drop", "stale")),
+        ("dp2", "validation.loss", ("skip", "drop")),  # rank 1 validates on one sequence, with pairs
+    ],
+)
+def test_every_fault_in_sums_over_responses_is_caught(two: LocalRanks, text: str, site: str, kinds: tuple[str, ...]):
+    layout = Layout.parse(text)
     config = scale_down_config(preset("llama-3-8b"), layers=3)
     problem = Problem(config, 8, sequence=choose_sequence_length(layout), preference=Preference("dpo", 0.5))
-    faults = [Fault("loss.responses", "all_reduce", kind) for kind in KINDS if kind != "wrong group"]
+    faults = [Fault(site, "all_reduce", kind) for kind in kinds]
     reference = Reference(problem)
     by_rank = two.run(run_rank, problem, str(layout), None, faults)
     for fault, results in zip(faults, zip(*by_rank, strict=True), strict=True):

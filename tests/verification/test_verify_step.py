@@ -7,6 +7,7 @@ import re
 import tempfile
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,6 +158,14 @@ def test_wrong_momentum_is_caught_in_float32(tmp_path: Path):
     assert run(problem, tmp_path)[1].passed
     result, found = run(problem, tmp_path, LocalFault("SGD momentum without decay"))
     assert result.affected_calls and not found.passed
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_decay_fault_changes_only_shards_that_the_optimizer_updates(trainable: bool):
+    counter, unit = FaultCounter(), SimpleNamespace(trainable=trainable, decay_numel=4, start=0, stop=8)
+    unit.flat = SimpleNamespace(find_slices=lambda start, stop: [(None, start, stop)])
+    LOCAL_FAULTS["weight-decay range one element too long"].wrong(counter, lambda unit: None, unit)
+    assert (unit.decay_numel, counter.count) == (5, trainable)
 
 
 def test_fault_counter_recognises_only_identical_objects():

@@ -14,7 +14,7 @@ from meshwright.cli.sample_text import make_role_table, make_sample_table
 from meshwright.cli.tables import make_fact_table, make_table
 from meshwright.cli.tokenizer_text import make_report_tables, make_token_lines
 from meshwright.errors import UserError
-from meshwright.terminal import escape_control_characters, print_message, render_tables
+from meshwright.terminal import escape_in_table, print_message, render_tables
 
 if TYPE_CHECKING:
     from meshwright.data import PreparedData
@@ -226,7 +226,7 @@ def _make_summary_tables(summary: Mapping[str, Any]) -> Any:
     for rule, count in summary["dropped"].items():
         example = summary["dropped_examples"].get(rule)
         facts.add_row(
-            f"dropped by {rule}", f"{count:,}" + (f"  (first: {escape_control_characters(example)})" if example else "")
+            f"dropped by {rule}", f"{count:,}" + (f"  (first: {escape_in_table(example)})" if example else "")
         )
     for name, split in summary["splits"].items():
         if "packing" in split and split["documents"]:
@@ -239,11 +239,11 @@ def _make_summary_tables(summary: Mapping[str, Any]) -> Any:
     if removed := summary["removed_sentences"]:
         facts.add_row("removed sentences", f"{removed['sentences']:,} of {removed['documents']:,} documents")
     if unused := summary["unused_keys"]:
-        listed = ", ".join(f"{escape_control_characters(key)} ({count:,})" for key, count in unused.items())
+        listed = ", ".join(f"{escape_in_table(key)} ({count:,})" for key, count in unused.items())
         facts.add_row("keys not used", listed)
     facts.add_row("vocabulary", f"{summary['vocabulary']:,} tokens")
     facts.add_row("sha256", summary["sha256"])
-    facts.add_row("directory", escape_control_characters(summary["directory"]))
+    facts.add_row("directory", escape_in_table(summary["directory"]))
     return Group(splits, "", *_make_source_table(summary), facts)
 
 
@@ -259,7 +259,7 @@ def _make_source_table(summary: Mapping[str, Any]) -> list[Any]:
         train = source["train"]
         kept = train["documents"] + source["validation"]["documents"]
         table.add_row(
-            escape_control_characters(source["name"]),
+            escape_in_table(source["name"]),
             f"{source['files']:,}",
             f"{kept:,} of {source['documents']:,}",
             f"{train['tokens']:,}",

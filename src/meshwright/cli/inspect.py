@@ -14,7 +14,7 @@ import click
 from meshwright.cli import plumbing
 from meshwright.cli.plumbing import json_option, print_progress, result_printer
 from meshwright.cli.tables import FittedTable, make_fact_table
-from meshwright.terminal import escape_control_characters, print_message, render_tables
+from meshwright.terminal import escape_in_table, print_message, render_tables
 
 _WIDTH = 160
 _OPTIONAL = (("zeros",), ("mean", "std"), ("first values",), ("min", "max"), ("type",), ("count",))
@@ -75,7 +75,7 @@ def _make_totals_table(document: Mapping[str, Any]) -> Any:
     from rich.text import Text
 
     facts = make_fact_table()
-    facts.add_row("path", escape_control_characters(document["path"]))
+    facts.add_row("path", escape_in_table(document["path"]))
     if document["family"]:
         facts.add_row("architecture", f"{document['family']}, {document['parameters_of_config']:,} parameters")
     types = ", ".join(f"{dtype} {_format_bytes(size)}" for dtype, size in document["bytes_by_type"].items())
@@ -83,17 +83,15 @@ def _make_totals_table(document: Mapping[str, Any]) -> Any:
     for file in document["files"]:
         facts.add_row(
             "file",
-            f"{escape_control_characters(file['file'])}: {file['tensors']:,} tensors, {_format_bytes(file['bytes'])}",
+            f"{escape_in_table(file['file'])}: {file['tensors']:,} tensors, {_format_bytes(file['bytes'])}",
         )
     if document["not_in_index"]:
-        facts.add_row("not in the index", escape_control_characters(", ".join(document["not_in_index"])))
+        facts.add_row("not in the index", escape_in_table(", ".join(document["not_in_index"])))
     if document["config_problem"]:
-        facts.add_row("config.json", Text(escape_control_characters(document["config_problem"]), style="red"))
+        facts.add_row("config.json", Text(escape_in_table(document["config_problem"]), style="red"))
     if found := document["not_finite"]:
         names = ", ".join(list(found)[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-        facts.add_row(
-            "not finite", Text(f"{sum(found.values()):,} values, in {escape_control_characters(names)}", style="red")
-        )
+        facts.add_row("not finite", Text(f"{sum(found.values()):,} values, in {escape_in_table(names)}", style="red"))
     return facts
 
 
@@ -116,7 +114,7 @@ def _make_tensor_table(tensors: Sequence[Mapping[str, Any]]) -> Any:
     for tensor in tensors:
         shape = " × ".join(map(str, tensor["shape"])) or "scalar"
         cells: list[Any] = [
-            escape_control_characters(tensor["name"]),
+            escape_in_table(tensor["name"]),
             tensor["type"],
             shape,
             *((f"{tensor['count']:,}",) if merged else ()),

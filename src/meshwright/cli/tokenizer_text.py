@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.cli.tables import make_fact_table, make_table
-from meshwright.terminal import escape_control_characters
+from meshwright.terminal import escape_in_table
 
 _ROWS = 10
 
@@ -21,7 +21,7 @@ def make_report_tables(report: Mapping[str, Any]) -> Any:
     for source in report["sources"]:
         ratio = f"{source['bytes_per_token']:.3f}" if source["tokens"] else "-"
         counts = [f"{source[key]:,}" for key in ("documents", "bytes", "tokens")]
-        sources.add_row(escape_control_characters(source["source"]), *counts, ratio)
+        sources.add_row(escape_in_table(source["source"]), *counts, ratio)
 
     facts = make_fact_table()
     often = ", ".join(f"{count:,} at least {int(least):,}" for least, count in report["occur_at_least"].items())
@@ -36,7 +36,7 @@ def make_report_tables(report: Mapping[str, Any]) -> Any:
     difference = found["first_difference"]
     lost = f"; {_quote_token(difference['text'])} becomes {_quote_token(difference['decoded'])}" if difference else ""
     facts.add_row("decoded", f"{found['exact']:,} of {found['documents']:,} validation documents exactly{lost}")
-    facts.add_row("directory", escape_control_characters(report["directory"]))
+    facts.add_row("directory", escape_in_table(report["directory"]))
 
     both = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("most frequent", "longest"):
@@ -61,4 +61,4 @@ def make_token_lines(shown: Mapping[str, Any]) -> Any:
 
 def _quote_token(token: str) -> str:
     """Format a token between ‹ and ›, with newlines and control characters escaped."""
-    return f"‹{escape_control_characters(token).replace(chr(10), chr(92) + 'n')}›"
+    return f"‹{escape_in_table(token)}›"

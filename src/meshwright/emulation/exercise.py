@@ -68,11 +68,17 @@ def get_function(namespace: Mapping[str, Any], name: str, script: str) -> Callab
     there is no such function."""
     function = namespace.get(name)
     if not callable(function):
-        raise UserError(
-            f"{script} has no function {name}(): a script for --check needs one_device() and distributed(), which "
-            "return the tensors to compare by name"
-        )
+        raise make_missing_function_error(name, script)
     return function  # type: ignore[no-any-return]
+
+
+def make_missing_function_error(name: str, script: str) -> UserError:
+    """Return the error for a script that is checked with `run --check` and lacks the function `name`. script: path of
+    the script."""
+    return UserError(
+        f"{script} has no function {name}(): a script for --check needs one_device() and distributed(), which "
+        "return the tensors to compare by name"
+    )
 
 
 def compare_ranks(truth: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str, Result]]) -> ExerciseResult:

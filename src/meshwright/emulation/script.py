@@ -19,7 +19,7 @@ import torch
 
 from meshwright.emulation.call_matcher import Event
 from meshwright.emulation.debugger import make_breakpoint_hook, make_call_breakpoint, parse_breakpoint
-from meshwright.emulation.exercise import ExerciseResult, compare_ranks, get_function
+from meshwright.emulation.exercise import ExerciseResult, compare_ranks, get_function, make_missing_function_error
 from meshwright.emulation.holdings import HeldValue, ModuleLog, format_holdings, list_holdings
 from meshwright.emulation.ranks import EmulatedRanks
 from meshwright.emulation.scheduler import Failure
@@ -152,7 +152,8 @@ def run_emulated_script(path: Path, arguments: list[str], ranks: int, options: S
     try:
         code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except SyntaxError as error:
-        raise UserError(f"{path}:{error.lineno}: {error.msg}") from None
+        place = f"{path}:{error.lineno}" if error.lineno else str(path)  # none for an unknown encoding or a null byte
+        raise UserError(f"{place}: {error.msg}") from None
     report, log = ScriptReport(ranks), ModuleLog()
     with ExitStack() as stack:
         emulated = stack.enter_context(EmulatedRanks(ranks, initialized=options.check))
@@ -207,6 +208,10 @@ def _check_exercise(emulated: EmulatedRanks, code: CodeType, modules: list[Modul
     emulated: the ranks. code: compiled script. modules: [rank], the module in which the rank executes it. path: path of
     the script, for error messages.
     """
+
+    for name in ("one_device", "distributed"):  # before it runs: another kind of script would fail, or train for hours
+        if name not in code.co_names and ("*",) not in code.co_consts:
+            raise make_missing_function_error(name, str(path))
 
     def run(module: ModuleType) -> Any:
         """Execute the script in the rank's `module` with default dtype float64; return what `distributed()` returns."""

@@ -319,17 +319,18 @@ class Run:
     # --- saving and stopping
 
     def _check_skipped_steps(self, step: int) -> None:
-        """Raise `CheckFailed` on all ranks if more than `train.maximum_skipped` steps in a row were skipped because the
-        loss or gradient norm was not finite. A step does not count if its loss was finite and a dynamic loss scale was
-        halved because its gradients overflowed. step: number of the step that was finished last."""
-        limit = self.recipe.train.maximum_skipped
-        if self.trainer.skipped_in_a_row > limit:
+        """Raise `CheckFailed` on all ranks if more than `train.maximum_skipped` steps in a row, or all steps of the
+        run, were skipped because the loss or gradient norm was not finite. In a row, a step does not count if its loss
+        was finite and a dynamic loss scale was halved because its gradients overflowed. step: number of the step that
+        was finished last."""
+        trainer, limit = self.trainer, self.recipe.train.maximum_skipped
+        if (untrained := trainer.skipped == self.recipe.train.steps) or trainer.skipped_in_a_row > limit:
             wait_for_save(self.checkpointer, self.agreement)  # an earlier save may still be in progress
             newest = self.checkpointer.find_newest()
-            count = f"{self.trainer.skipped_in_a_row} steps in a row" if limit else "a step"
+            count = "every step" if untrained else f"{trainer.skipped_in_a_row} steps in a row" if limit else "a step"
             raise CheckFailed(
-                f"{count}, the last of them step {step}, had a loss or gradient that is not "
-                f"finite, more than train.maximum_skipped = {limit}; the newest intact checkpoint is "
+                f"{count}, the last of them step {step}, had a loss or gradient that is not finite "
+                f"(train.maximum_skipped = {limit}); the newest intact checkpoint is "
                 f"{newest.name if newest else 'none yet'}; a lower train.learning_rate or train.clip usually helps"
             )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError, error_reason
+from meshwright.untrusted import parse_json
 
 if TYPE_CHECKING:
     from optuna.storages import JournalStorage
@@ -53,7 +54,7 @@ def open_journal(path: Path) -> JournalStorage:
             assert lock is not None
             try:
                 with path.open("rb+") as file:
-                    _remove_torn_line(file)
+                    _repair_last_line(file, path)
                     size = file.seek(0, os.SEEK_END)
                     try:
                         file.write("".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs).encode())
@@ -75,12 +76,22 @@ def open_journal(path: Path) -> JournalStorage:
         raise UserError(f"{path} is not the journal of a study: {error}") from None
 
 
-def _remove_torn_line(file: Any) -> None:
-    """Remove the last line of the open binary `file` if it lacks its newline; the next record would be appended to
-    it."""
+def _repair_last_line(file: Any, path: Path) -> None:
+    """Remove the last line of the open binary `file` if it lacks its newline; the next record would be appended to it.
+    path: the file's path, for the error. Raises `UserError`, and leaves the file as it is, if the last line that would
+    remain is no record: Optuna skips it while it is the last, and could read no record appended after it."""
     end = file.seek(0, os.SEEK_END)
     start = max(0, end - (1 << 20))
     file.seek(start)
     tail = file.read()
-    if tail and not tail.endswith(b"\n"):
-        file.truncate(start + tail.rfind(b"\n") + 1)
+    size = tail.rfind(b"\n") + 1
+    _, newline, last = tail[: size - 1].rpartition(b"\n") if size else (b"", b"", b"{}")
+    if newline or not start:  # else the line begins before `tail`
+        try:
+            valid = isinstance(parse_json(last), dict)
+        except ValueError:
+            valid = False
+        if not valid:
+            raise UserError(f"{path} is not the journal of a study: its last line is no record")
+    if size < len(tail):
+        file.truncate(start + size)

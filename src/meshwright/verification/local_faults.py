@@ -145,7 +145,8 @@ def _make_decay_fault(by: int) -> FaultyFunction:
         original(self, *arguments)
         held = [last - self.start for _, _, last in self.flat.find_slices(self.start, self.stop)]  # without padding
         moved = min(max(self.decay_numel + by, 0), self.stop - self.start)
-        counter.record_if(moved != self.decay_numel and min(moved, self.decay_numel) < max(held, default=0))
+        differs = moved != self.decay_numel and min(moved, self.decay_numel) < max(held, default=0)
+        counter.record_if(self.trainable and differs)  # the optimizer reads no range of frozen parameters
         self.decay_numel = moved
 
     return wrong

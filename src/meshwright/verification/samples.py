@@ -121,8 +121,9 @@ def _make_pairs(problem: Problem, number: int, mismatched: bool = False) -> tupl
 
 
 def _count_pairs(number: int) -> int:
-    """Return the number of preference pairs, 0 to 2, in sequence number `number`."""
-    return (1, 2, 2, 0)[number % 4]
+    """Return the number of preference pairs, 0 to 2, in sequence number `number`. The fifth validation sequence, which
+    can be all that the second rank reads of that split, has pairs if `Problem.batch` is even: its number is 3 mod 4."""
+    return (1, 2, 0, 2)[number % 4]
 
 
 class SyntheticSplit:

@@ -22,6 +22,7 @@ from meshwright.data.sources.reading import Reader, open_source
 from meshwright.data.sources.resolution import KEYED_FORMATS, SourceFile, find_files
 from meshwright.data.sources.streams import Stream
 from meshwright.errors import UserError
+from meshwright.untrusted import describe_parse_error
 
 SHORTEST = 8  # words; overlap with a shorter example is no evidence (arXiv:2005.14165, appendix C)
 _KEY = "data.clean.evaluation_sets"
@@ -129,7 +130,7 @@ def _iterate_json(file: SourceFile, stream: Stream) -> Iterator[Any]:
     try:
         value = json.loads(stream.read().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{_KEY}: {file.path} is not JSON ({error})") from None
+        raise UserError(f"{_KEY}: {file.path} is not JSON ({describe_parse_error(error)})") from None
     yield from value if isinstance(value, list) else [value]
 
 

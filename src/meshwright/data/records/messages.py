@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from meshwright.names import ROLES, nearest
+from meshwright.untrusted import describe_parse_error
 
 # Role names of ShareGPT's `from`, of LLaMA-Factory, OpenAssistant and others.
 OTHER_ROLES = {
@@ -369,7 +370,7 @@ def load_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise MalformedRecord(f"{where} is not JSON ({str(error)[:80]})") from None
+        raise MalformedRecord(f"{where} is not JSON ({describe_parse_error(error)[:80]})") from None
 
 
 def describe_value(value: Any) -> str:

@@ -15,6 +15,7 @@ from meshwright.data.sources.parquet import bound_batch_rows, find_leaves, open_
 from meshwright.data.sources.resolution import SourceFile
 from meshwright.data.sources.streams import Stream
 from meshwright.errors import UserError
+from meshwright.untrusted import describe_parse_error
 
 MAX_LINE_BYTES = 1 << 28  # bytes of a line, which is read whole; longer ones are refused
 _CHUNK = 1 << 20  # bytes read of a JSON list at a time
@@ -97,7 +98,7 @@ def _iterate_lines(file: SourceFile, stream: Stream, encoding: str, errors: str,
         except UnicodeDecodeError as error:
             yield place, None, f"is not {encoding.upper()} (byte {error.start})"
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, or too deep
-            yield place, None, f"is not JSON ({error})"
+            yield place, None, f"is not JSON ({describe_parse_error(error)})"
 
 
 def _iterate_wide_lines(file: SourceFile, stream: Stream, encoding: str) -> Iterator[ParsedRecord]:
@@ -123,7 +124,7 @@ def _iterate_wide_lines(file: SourceFile, stream: Stream, encoding: str) -> Iter
                 try:
                     yield place, json.loads(line.removeprefix("\ufeff")), None
                 except (ValueError, RecursionError) as error:
-                    yield place, None, f"is not JSON ({error})"
+                    yield place, None, f"is not JSON ({describe_parse_error(error)})"
     finally:
         text.detach()
 
@@ -219,10 +220,8 @@ class _ListBuffer:
                     raise UserError(
                         f"{self.file.path}: record {number} is cut short, and the list has no end; fetch the file again"
                     ) from None
-            except RecursionError:
-                raise self.broken_record_error(number, "it is nested too deeply") from None
-            except ValueError as error:  # a number of thousands of digits
-                raise self.broken_record_error(number, str(error)) from None
+            except (ValueError, RecursionError) as error:  # a number of thousands of digits, or too deep
+                raise self.broken_record_error(number, describe_parse_error(error)) from None
             else:
                 return value
             if len(self.text) - self.at >= MAX_LINE_BYTES:
