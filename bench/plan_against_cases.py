@@ -56,6 +56,11 @@ def adapter(**settings: Any) -> dict[str, Any]:
     return {"model": {"from": "HOME/base", "load_weights": True}, "adapter": {"rank": 4} | settings}
 
 
+def narrow_adapter(**settings: Any) -> dict[str, Any]:
+    """Return an adapted model whose attention is narrower than its hidden states."""
+    return adapter(**settings) | {"model": {"from": "HOME/teacher", "load_weights": True}}
+
+
 def distill(model: dict[str, Any] = DENSE, **settings: Any) -> dict[str, Any]:
     return model | {"distill": {"teacher": "HOME/teacher"} | settings}
 
@@ -183,7 +188,8 @@ CASES: dict[str, tuple[dict[str, Any], ...]] = {
     "tp2:nosp fp32": (family("glm4"),),
     "tp4 fp32": (family("llama", kv_heads=1),),
     "tp2 bf16 ac:full": (DENSE | train(tensor_overlap="chunks"), adapter(kind="rslora"), SINKS),
-    "tp2 fp32 ac:selective": (LATENT, adapter(kind="lora")),
+    "tp2 fp32 ac:selective": (LATENT, adapter(kind="lora"), narrow_adapter(kind="lora")),
+    "tp2 fp32 ac:full": (narrow_adapter(kind="lora"),),
     "cp2 fp32": (
         DENSE,
         SINKS,
@@ -264,6 +270,7 @@ def describe(tables: dict[str, Any]) -> str:
     parts += [f"{model['layers']} layers"] if model.get("layers", 2) != 2 else []
     parts += ["multi-token prediction"] if model.get("prediction_layers") else []
     parts += [Path(tables["data"]["source"]).stem] if "data" in tables else []
+    parts += ["narrow attention"] if model.get("from") == "HOME/teacher" else []
     for table in ("adapter", "distill", "train", "checkpoint", "collectives"):
         settings = {key: value for key, value in tables.get(table, {}).items() if key not in ("rank", "teacher")}
         parts += [table] if table in tables and table in ("adapter", "distill") else []

@@ -62,6 +62,10 @@ ROUTED_LORA, ROUTED_DORA = (
     dataclasses.replace(MIXTURE, adapter=AdapterConfig(rank=4, targets=("w1", "w2", "w3"), kind=kind))
     for kind in ("lora", "dora")
 )
+NARROW_LORA = dataclasses.replace(
+    SMALL_HEAD, hidden=512, heads=4, kv_heads=4, head_dim=16, intermediate=256, vocabulary=64,
+    adapter=AdapterConfig(rank=4, targets=("all-linear",)),
+)  # fmt: skip
 DROPPED = dataclasses.replace(SMALL_HEAD, intermediate=1024, adapter=AdapterConfig(rank=4, dropout=0.1))
 SHARED = dataclasses.replace(preset("qwen2-moe-tiny"), vocabulary=256, experts=4, expert_intermediate=512)
 NARROW_EXPERTS = dataclasses.replace(MIXTURE, hidden=256, intermediate=64, expert_intermediate=64)
@@ -205,6 +209,7 @@ PACKED_MLP = dataclasses.replace(
 OVERLAPPED = [
     Step(WIDE, "tp4 ac:full", 32, 64, overlap=True), Step(WIDE_MLP, "tp4 ac:selective", 16, 64, overlap=True),
     Step(WIDE, "tp4 ac:full", 1, 512, overlap=True),
+    Step(NARROW_LORA, "tp4 ac:full", 4, 128),  # the products of down that recomputation repeats are its peak
     *(Step(ADAPTED_MLP, layout, 16, 64, overlap=True) for layout in ("tp4", "tp4 ac:full")),
     *(Step(PACKED_MLP, layout, 16, 64, overlap=True) for layout in ("tp4", "tp4 ac:full")),
     *(Step(WIDE_MLP, f"tp4:nosp {recompute}", 16, 64, overlap=True) for recompute in ("ac:selective", "ac:full")),
@@ -214,7 +219,7 @@ SUMMED = [Step(WIDE, f"tp4{again}", *size) for again in (" ac:full", "", ":nosp"
 """The peak is in a sum over ranks: of attention's output, or of the gradient of the head's input."""
 SOME = [
     *OVERLAPPED[:2], SUMMED[0], DATA_AND_TENSOR[2], DATA_AND_TENSOR[4], Step(SMALL_HEAD, "cp4 ac:selective", 8, 256),
-    Step(MIXTURE, "dp4 ep2:etp2", 32, 64), Step(DEEP, "pp4:zb-v mb4", 16, 64), EXPERTS[-1],
+    Step(MIXTURE, "dp4 ep2:etp2", 32, 64), Step(DEEP, "pp4:zb-v mb4", 16, 64), EXPERTS[-1], OVERLAPPED[3],
 ]  # fmt: skip
 
 
