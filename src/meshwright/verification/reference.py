@@ -155,18 +155,22 @@ class Reference:
             leaves[name].requires_grad_()
         tensors = self._build_engine_tensors(leaves)
         terms = terms or self._count_terms(batch)
-        loss = 0.0
+        loss, contributes = 0.0, False
         excess_loads: dict[str, torch.Tensor] = {}
         for part in self._split_batch(batch):
             found = run_batch(problem.config, tensors, part, problem.preference, self._taught)
-            (found.objective / terms).backward(retain_graph=True)  # through the concatenation, which parts share
+            if found.objective.requires_grad:  # False for sequences without preference pairs
+                (found.objective / terms).backward(retain_graph=True)  # through the concatenation, which parts share
+                contributes = True
             loss += float(found.loss) / terms
             for name, load_E in found.excess_loads.items():
                 excess_loads[name] = excess_loads.get(name, torch.zeros_like(load_E)) + load_E / terms
         gradients = {}
         for entry in self.table.trained.entries:
             gradient = excess_loads.get(entry.tensor, leaves[entry.name].grad)
-            assert gradient is not None, f"{entry.name} does not contribute to the loss"
+            if gradient is None:
+                assert not contributes, f"{entry.name} does not contribute to the loss"
+                gradient = torch.zeros_like(leaves[entry.name])
             gradients[entry.name] = gradient.reshape(-1).clone()
         return loss, gradients
 
