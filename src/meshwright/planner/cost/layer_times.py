@@ -164,9 +164,9 @@ class LayerTimes:
         self.first[..., indices] = price.seconds(blocks.embedding_operators(batch))
         for kept in (False, True):
             keeps = kept or self.problem.engine.name != "meshwright"
-            last = price.seconds(blocks.head_operators(batch, keeps))
-            kernels = blocks.prediction_operations(batch, keeps)
-            self.last[int(kept)][..., indices] = last + price.seconds(blocks.prediction_operators(batch), kernels)
+            self.last[int(kept)][..., indices] = price.seconds(blocks.head_operators(batch, keeps))
+            if module := blocks.prediction_operators(batch):
+                self.last[int(kept)][..., indices] += price.seconds(module, blocks.prediction_operations(batch, keeps))
         listed = [blocks.layer_operators(batch, layer) for layer in self.examples.values()]
         listed += [blocks.embedding_operators(batch), blocks.head_operators(batch, True)]
         listed.append(communication.list_shared_operators(batch))
