@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
+from bench.shared.engine_step import make_engine_step
 from common import paired_ratio, write_result
-from engine_step import make_engine_step
 from meshwright.comm.local import LocalRanks
 from meshwright.layout import Layout
 from meshwright.model.initialise import initialise

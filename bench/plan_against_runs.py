@@ -72,9 +72,8 @@ def measure(text: str) -> dict[str, Any]:
     directory.create()
     try:
         run = loop.Run(recipe, mesh, directory, show_progress=False)
-        run.journal.log = lambda line: None  # type: ignore[method-assign]
-        steps = StepMeter(run)
-        result = run.run()
+        with mock.patch.object(run.journal, "log"), StepMeter(run) as steps:
+            result = run.run()
         flops = None
         plain = not (
             recipe.data.document_mask
@@ -106,17 +105,18 @@ def count_flops(run: loop.Run) -> float:
     return counter.get_total_flops() - repeated * train.batch * data.sequence
 
 
-class StepMeter:
-    """Meter of the steps of a run. Attributes: `prediction`: that of the run; `found`: of each step its predicted and
-    measured peak of tensors, and bytes sent by axis."""
+class StepMeter(contextlib.ExitStack):
+    """Meter of the steps of a run, while it is open. Attributes: `prediction`: that of the run; `found`: of each step
+    its predicted and measured peak of tensors, and bytes sent by axis."""
 
     def __init__(self, run: loop.Run) -> None:
+        super().__init__()
         self.run, self.found = run, list[dict[str, Any]]()
         self._predict, self._launch, self._finish = run._predict, run.trainer.launch_step, run.trainer.finish_step
         self._agree = AllToAllTokenDispatcher._agree_on_routes
-        run._predict = self.predict  # type: ignore[method-assign]
-        run.trainer.launch_step = self.launch  # type: ignore[method-assign]
-        run.trainer.finish_step = self.finish  # type: ignore[method-assign]
+        self.enter_context(mock.patch.object(run, "_predict", self.predict))
+        self.enter_context(mock.patch.object(run.trainer, "launch_step", self.launch))
+        self.enter_context(mock.patch.object(run.trainer, "finish_step", self.finish))
 
     def predict(self) -> Any:
         self.prediction = self._predict()
@@ -169,7 +169,9 @@ class StepMeter:
         if not given:
             return int(self.prediction.memory["peak"])
         with mock.patch.object(prediction, "ledger", lambda *sizes, **options: ledger(*sizes, **options | given)):
-            return int(prediction.predict(trainer).memory["peak"])  # type: ignore[index]
+            memory = prediction.predict(trainer).memory
+        assert memory is not None
+        return int(memory["peak"])
 
 
 # --- all ranks of a case

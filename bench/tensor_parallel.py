@@ -25,9 +25,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
+from bench.shared.engine_step import make_engine_step
 from common import paired_ratio, write_result
-from engine_step import make_engine_step
 from llama_dtensor import Llama, load, shard, split
 from meshwright.comm.local import LocalRanks
 from meshwright.layout import Layout

@@ -141,7 +141,7 @@ if __name__ == "__main__":
     from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from bench.shared.saved_cases import Case, Watched, difference, watch
+    from bench.shared.saved_cases import Case, Watched, difference, list_tensors, watch
     from meshwright.adapters.attach import attach_adapters
     from meshwright.comm import transport
     from meshwright.comm.mesh import CommunicationState, Mesh
@@ -288,7 +288,7 @@ if __name__ == "__main__":
                     return OPDEFS[function._schema.name]._init_fn(*args, **kwargs)
             result = function(*args, **kwargs)
             name = str(function)
-            for value in _tensors([result]):
+            for value in list_tensors([result]):
                 self.note(value, f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}")
             if function in INSIDE:
                 inside = [each for each in INSIDE[function](*args, **kwargs) if each[1]]
@@ -298,7 +298,7 @@ if __name__ == "__main__":
         def _waits_for(self, function: Any, args: Any, kwargs: Any) -> bool:
             """Whether the host waits for the device in this call: it reads a number or a size that only the device
             knows, or copies between them without pinned memory."""
-            tensors = list(_tensors(args))
+            tensors = list(list_tensors(args))
             on_device = any(each.device.type == "cuda" for each in tensors)
             if function in WAITING:
                 return on_device
@@ -357,13 +357,6 @@ if __name__ == "__main__":
             if found:
                 return f"{rest}: {frame.name}"
         return "elsewhere"
-
-    def _tensors(values: Any) -> Iterator[torch.Tensor]:
-        for value in values:
-            if isinstance(value, torch.Tensor):
-                yield value
-            elif isinstance(value, list | tuple):
-                yield from _tensors(value)
 
     class Work:
         """A call of NCCL under way: it holds its tensors until somebody waits (TORCH_NCCL_AVOID_RECORD_STREAMS)."""

@@ -78,12 +78,12 @@ class Storages(TorchDispatchMode):
         self._before: dict[int, Any] = {}  # existing storages
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in _tensors([*args, *(kwargs or {}).values()]):
+        for value in list_tensors([*args, *(kwargs or {}).values()]):
             storage = value.untyped_storage()
             if not self._knows(storage):
                 self._before[storage._cdata] = storage
         result = function(*args, **(kwargs or {}))
-        for value in (each for each in _tensors([result]) if each.device.type == self._device):
+        for value in (each for each in list_tensors([result]) if each.device.type == self._device):
             storage = value.untyped_storage()
             if storage._cdata not in self._before and not self._knows(storage):
                 name = f"{function.name()} {tuple(value.shape)} {value.dtype}"
@@ -99,12 +99,13 @@ class Storages(TorchDispatchMode):
         return {at: (size, name) for at, (storage, size, name) in self._made.items() if size and not storage.expired()}
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
+def list_tensors(values: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in `values`, an iterable of arguments or results, and in the lists and tuples of it."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from list_tensors(value)
 
 
 BOUNDARIES = "starts_BS", "indices_C", "host_starts_BS"  # tensors of `Documents`

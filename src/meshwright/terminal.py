@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from textwrap import fill
 from typing import Any, TextIO
@@ -109,6 +109,15 @@ def wrap_items(text: str, width: int) -> str:
 def is_device(path: Path) -> bool:
     """Return True if `path` is a device or pipe, such as /dev/stdout, which output must not replace."""
     return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def write_output(path: Path, data: bytes, replace: Callable[[Path, bytes], object]) -> None:
+    """Write `data` to the file, device or pipe `path`. A file, or the one that a link names, is replaced by `replace`,
+    a function of path and data. Raises `OSError` if that fails."""
+    if is_device(path):
+        path.write_bytes(data)
+    else:
+        replace(Path(os.path.realpath(path)), data)
 
 
 def print_message(text: str) -> None:

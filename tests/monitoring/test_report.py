@@ -262,6 +262,13 @@ def test_page_is_replaced_as_a_whole(tmp_path):
         assert page(directory) != before == reader.read()
 
 
+def test_page_is_written_to_the_file_that_a_link_names(tmp_path):
+    directory = run_directory(tmp_path / "run", [step(1, 3.0)])
+    (directory / "report.html").symlink_to(tmp_path / "published.html")
+    assert page(directory) == (tmp_path / "published.html").read_text()
+    assert (directory / "report.html").is_symlink()
+
+
 def test_unwritable_page_is_one_error_line(tmp_path):
     directory = run_directory(tmp_path / "run", [step(1, 3.0)])
     (directory / "report.html").mkdir()

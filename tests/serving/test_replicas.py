@@ -244,7 +244,8 @@ def test_limit_of_a_step_follows_its_predicted_time():
 
 
 def test_limit_of_a_step_counts_what_it_may_compute():
-    """Of a request that decodes one token, and of one that has left the whole prompt until its step has ended."""
+    """One token of a request that decodes; the whole prompt of a request that has been cancelled, until the step that
+    may compute it has ended."""
 
     def report(seconds: float, tokens: int, keys: int) -> dict[str, Any]:
         return {"seconds": seconds, "tokens": tokens, "context": keys}

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -19,7 +20,7 @@ from meshwright.checkpoint.files import replace_file
 from meshwright.documents import to_json_dict
 from meshwright.errors import UserError
 from meshwright.names import DEVICES, nearest, unknown
-from meshwright.terminal import is_device, wrap_on_terminal
+from meshwright.terminal import is_device, wrap_on_terminal, write_output
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 
@@ -360,10 +361,7 @@ def write_file(path: Path, text: str) -> None:
     if not path.name:
         raise UserError(f"cannot write {path}: it is a directory")
     try:
-        if is_device(path):
-            path.write_bytes(text.encode())
-        else:
-            replace_file(Path(os.path.realpath(path)), text.encode(), sync=False)  # not a link to it
+        write_output(path, text.encode(), partial(replace_file, sync=False))
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 

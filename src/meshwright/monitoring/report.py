@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from meshwright.errors import UserError, error_reason
 from meshwright.monitoring.recipe_keys import list_differing_keys
 from meshwright.monitoring.report_charts import draw_run, find_throughput_unit
 from meshwright.monitoring.run_directory import METRICS, RECIPE, RESULT
+from meshwright.terminal import write_output
 
 
 def write_report(
@@ -67,7 +69,7 @@ def write_page(path: Path, format_page: Callable[[], str]) -> None:
     """Write the HTML text that `format_page` returns to the file `path`, atomically, since workers of a study write the
     same page. `UserError` if the file cannot be written."""
     try:
-        replace_file(path, format_page().encode(), sync=False)
+        write_output(path, format_page().encode(), partial(replace_file, sync=False))
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error_reason(error)}") from None
 

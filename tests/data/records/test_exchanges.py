@@ -99,6 +99,12 @@ def test_record_name_is_independent_of_position_and_labels():
     assert name_records([{**ALPACA, "output": "home"}])[0] not in names
 
 
+def test_records_are_written_to_the_file_that_a_link_names(tmp_path: Path):
+    (link := tmp_path / "link.jsonl").symlink_to(tmp_path / "records.jsonl")
+    write_records(link, [ALPACA])
+    assert link.is_symlink() and json.loads((tmp_path / "records.jsonl").read_text()) == ALPACA
+
+
 def test_records_read_alike_from_lines_lists_and_compressed_files(tmp_path: Path):
     rows = [ALPACA, CHAT, {**ALPACA, "odd": "\ud83d", "big": 2**70, "float": 0.1 + 0.2}]
     write_records(tmp_path / "a.jsonl", rows)

@@ -6,7 +6,6 @@ import codecs
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -21,7 +20,7 @@ from meshwright.data.sources.resolution import find_files
 from meshwright.data.sources.streams import compress_by_suffix
 from meshwright.errors import UserError
 from meshwright.names import nearest
-from meshwright.terminal import is_device
+from meshwright.terminal import write_output
 
 Record: TypeAlias = dict[str, Any]
 ANNOTATION = "annotation"  # key of a record's labels, which are not part of its content
@@ -126,10 +125,7 @@ def write_records(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """
     data = compress_by_suffix(path, b"".join(map(to_json_line, rows)))
     try:
-        if is_device(path):
-            path.write_bytes(data)
-        else:
-            write_atomic(Path(os.path.realpath(path)), data)  # not a link to it
+        write_output(path, data, write_atomic)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from bench.shared.backward_pass import run_backward
 from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
@@ -29,16 +30,13 @@ def make_engine_step(
     model = Transformer(config, axes=build_axes(mesh), dtype=dtype)
     parallel = ZeroEngine(model, parameter_table(config), mesh, seed=seed, parameter_dtype=dtype)
     optimizer = Optimizer(parallel.shards, train)
-    (stage,) = parallel.partition.stages
 
     def step(batch: Any) -> float:
         tokens, goals = batch
         targets = count_targets([goals], mesh)()
         parallel.begin_step(1)
         loss = model(tokens, goals, units=parallel.prefetchers[0]) / targets
-        parallel.start_pass(stage)
-        loss.backward()
-        parallel.end_pass(stage)
+        run_backward(parallel, loss)
         parallel.finish()
         verdict = torch.stack([loss.detach().double() / mesh.tp.size, parallel.squared_norm_share()])
         all_reduce(verdict, mesh.world, "step.verdict")
