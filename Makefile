@@ -4,7 +4,7 @@ VENV := .venv
 PYTHON :=  # Python 3.11 or newer for the environment; default: found automatically
 BIN := $(VENV)/bin
 WORKERS := 4  # test processes, one file at a time; more than cores, as many tests wait more than they compute
-BENCHMARKS := $(filter-out $(addprefix bench/,call_order.py common.py contenders.py decode_share.py engine_step.py fuzz.py layouts_page.py llama_dtensor.py load_faults.py load_overload.py load_programs.py load_server.py namespaces.py peers.py plan_accuracy.py plan_against_cases.py plan_against_runs.py published_runs.py serving.py serving_client.py serving_load.py serving_models.py serving_peers.py serving_race.py serving_worker.py soak.py soak_cases.py soak_forks.py soak_runs.py synthetic.py traffic.py verify_time.py),$(wildcard bench/*.py))
+BENCHMARKS := $(filter-out $(addprefix bench/,call_order.py common.py contenders.py decode_share.py fuzz.py layouts_page.py llama_dtensor.py load_faults.py load_overload.py load_programs.py load_server.py namespaces.py peers.py plan_accuracy.py plan_against_cases.py plan_against_runs.py published_runs.py serving.py serving_client.py serving_load.py serving_models.py serving_peers.py serving_race.py serving_worker.py soak.py soak_cases.py soak_forks.py soak_runs.py synthetic.py traffic.py verify_time.py),$(wildcard bench/*.py))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
