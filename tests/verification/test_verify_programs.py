@@ -27,7 +27,8 @@ OTHERS = (
 )
 def test_layout_with_programs_matches_one_device(tiny_recipe: Path, layout: str, table: tuple[str, ...]):
     document = run_verification(load_recipe(tiny_recipe, [f"layout={layout}", *table]))
-    assert document["passed"] and document["worst"]["relative_error"] < 1e-10
+    assert document["passed"], document["failure"]
+    assert document["worst"]["relative_error"] < 1e-10
 
 
 @pytest.mark.parametrize("kinds", ["fewer", pytest.param("all", marks=pytest.mark.exhaustive)])
@@ -37,7 +38,8 @@ def test_every_fault_planted_in_a_program_is_caught(
     if kinds == "fewer":
         request.getfixturevalue("fewer_kinds")
     document = run_verification(load_recipe(tiny_recipe, ["layout=dp4 zero1 hs2", *OTHERS]), mutate=True)
-    assert document["passed"] and document["mutations"]["missed"] == []
+    assert document["passed"], document["failure"]
+    assert document["mutations"]["missed"] == []
     assert document["mutations"]["caught"] >= 16
 
 
