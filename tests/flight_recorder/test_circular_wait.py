@@ -89,3 +89,11 @@ def test_group_whose_calls_one_rank_has_overwritten_is_left_out():
     full[2] = record([], [], [])[2]
     found = find_circular_wait(full)
     assert found is not None and found.endswith("for rank 2, which makes no such call")
+
+
+def test_calls_of_an_earlier_run_are_left_out():
+    orders = [on_two_axes(rank, first) for rank, first in enumerate(("data", "tensor", "tensor", "data"))]
+    later = record(*(order + on_two_axes(rank, "data") for rank, order in enumerate(orders)))
+    assert find_circular_wait(later) is not None
+    assert find_circular_wait(later, record(*orders)) is None
+    assert find_circular_wait(record(*(order * 2 for order in orders)), record(*orders)) is not None

@@ -8,6 +8,7 @@ may wait for each other in a circle. If the replay completes, the recorded calls
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from meshwright.flight_recorder.call_log import Call, Group, RankCalls
@@ -15,14 +16,17 @@ from meshwright.flight_recorder.call_log import Call, Group, RankCalls
 _Key = tuple[Group, int]  # a call, the same for all ranks that take part in it
 
 
-def find_circular_wait(ranks: Sequence[RankCalls]) -> str | None:
+def find_circular_wait(ranks: Sequence[RankCalls], earlier: Sequence[RankCalls] = ()) -> str | None:
     """Replay the recorded calls of `ranks` as kernels on one device per rank, and return text on the first violation of
-    NCCL's ordering rule; None if there is none.
+    NCCL's ordering rule; None if there is none. earlier: records of the same ranks before a run, to replay the run's
+    calls alone.
 
     Violations: ranks of a communicator make different calls at one position; ranks wait for each other in a circle.
     Messages that are posted as one group run as one kernel; all other kernels of a rank run one after the other. Calls
     that are no longer in the ring buffers of all members are left out.
     """
+    ended = {each.rank: each.last.number for each in earlier if each.last is not None}
+    ranks = [replace(each, calls=tuple(c for c in each.calls if c.number > ended.get(each.rank, 0))) for each in ranks]
     first = _find_first_common_calls(ranks)
     kernels = {each.rank: _list_kernels(each, first) for each in ranks}
     at, left = dict.fromkeys(kernels, -1), dict.fromkeys(kernels, 0)

@@ -15,6 +15,7 @@ import torch
 from meshwright.collectives.named import load_named_programs
 from meshwright.comm.local import LocalRanks
 from meshwright.errors import UserError
+from meshwright.flight_recorder.call_log import RankCalls
 from meshwright.flight_recorder.circular_wait import find_circular_wait
 from meshwright.layout import Layout
 from meshwright.names import unknown
@@ -220,11 +221,12 @@ class _Verifier:
                 """Train the steps of `span` on `layout` and compare the results with the reference."""
                 collectives = self.collectives if layout is not case.resume_layout else None
                 timeout = None if problem.compile_backend is None else 3 * COMPILING_SECONDS
+                earlier = _read_calls(ranks)
                 results = ranks.run(
                     run_rank, problem, str(layout), collectives, (None,), directory, span, timeout=timeout
                 )
                 found = compare(reference, [result for (result,) in results], layout)
-                wait = find_circular_wait([each.calls for each in ranks.calls().seen if each.calls is not None])
+                wait = find_circular_wait(_read_calls(ranks), earlier)
                 return found if wait is None or not found.passed else dataclasses.replace(found, failure=wait)
 
             if case.resume_layout is None:
@@ -281,6 +283,11 @@ def _resolve_arguments(layout: Any, model: Any) -> tuple[list[Layout], list[tupl
             load_named_programs(recipe.collectives, scale_down_layout(each), recipe.where)
     models = [] if model is None else [_resolve_model(model)]
     return layouts, models, recipe
+
+
+def _read_calls(ranks: LocalRanks) -> list[RankCalls]:
+    """Return the calls in the ring buffers of rank processes."""
+    return [each.calls for each in ranks.calls().seen if each.calls is not None]
 
 
 def _list_infeasibility_reasons(layout: Layout, models: list[tuple[str, ModelConfig]], recipe: Recipe) -> Iterator[str]:
