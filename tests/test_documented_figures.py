@@ -104,12 +104,12 @@ def test_peaks_of_the_ledger():
 def test_peaks_of_runs():
     result = load_result("plan_against_runs")
     priced = [line for line in result["lines"] if not any(words in line["case"] for words in result["not_priced"])]
-    beyond = [line for line in priced if f"{line['case']} {line['layout']}" in result["beyond_limits"]]
-    most = max(abs(line["error"]) for line in priced if line not in beyond)
-    text = f"{len(priced)} runs: median {result['median_error']:.2%}, at most {most:.1%} but for {len(beyond)}"
-    assert f"{text} at most {result['largest_error']:.1%} low; bytes and FLOPs equal |" in PLAN
-    assert (result["runs_with_wrong_bytes"], result["largest_flops_error"]) == (0, 0.0)
-    assert all(line["layout"].startswith(("dp2 zero2 pp2:zb-v", "dp2 zero3 pp2:zb-v")) for line in beyond)
+    text = f"{len(priced)} runs: median {result['median_error']:.2%}, at most {result['largest_error']:.1%}"
+    assert f"{text}; bytes and FLOPs equal |" in PLAN
+    assert (result["beyond_limits"], result["runs_with_wrong_bytes"], result["largest_flops_error"]) == ([], 0, 0.0)
+    [other] = [line["error"] for line in result["lines"] if line not in priced]
+    text = "Not priced is the memory of [collective programs](training.md#programs-for-gradients)"
+    assert f"{text} ({-other:.1%} of the peak in one run)" in PLAN
 
 
 def test_gpu_hours_of_deepseek_v3():

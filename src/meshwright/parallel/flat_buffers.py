@@ -8,8 +8,10 @@ ranges of it.
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -290,9 +292,8 @@ def _list_entry_slices(
         assert len(cut) <= 1, f"{entry.name}: cut along dims {cut}"
         columns = None
         for dim in cut:
-            start = box.start[dim]
             inner = math.prod(whole[dim + 1 :])
-            columns = Columns(start * inner, (start + box.shape[dim]) * inner, whole[dim] * inner)
+            columns = Columns(box.start[dim] * inner, (box.start[dim] + box.shape[dim]) * inner, whole[dim] * inner)
         stride = math.prod(box.shape[1:])
         offset = placed.offset + box.local_start[0] * stride
         slices.append(EntrySlice(entry, offset, math.prod(box.shape), box.start[0] * stride, columns, *held))
@@ -332,28 +333,31 @@ def split_evenly(start: int, stop: int, index: int, shares: int) -> tuple[int, i
 class GradientBufferPool:
     """Pool of 1-D buffers for unsharded gradients under ZeRO-2 and 3, which are used only during backward passes. FSDP
     units of equal sizes, such as layers, share a few buffers that the pool keeps; a buffer of any other size, such as
-    an embedding's, is freed on release.
+    an embedding's, and one more than these few are freed on release.
 
     `sizes`: for each FSDP unit, in forward order, the numbers of elements of its buffers; `device`, `dtype`: of the
     buffers.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sequence[tuple[int, ...]]) -> None:
-        self._device = device
-        self._dtype = dtype
-        self._kept = count_reused_buffers(sizes)
-        self._free: dict[int, list[torch.Tensor]] = {size: [] for size in self._kept}
+        self._allocate = partial(torch.empty, dtype=dtype, device=device)
+        self._missing = Counter(count_reused_buffers(sizes))
+        """{size: buffers that the pool may still allocate to keep; below 0: buffers that it frees on release}."""
+        self._free = defaultdict[int, list[torch.Tensor]](list)
 
     def acquire(self, size: int) -> torch.Tensor:
         """Return an uninitialised 1-D buffer of `size` elements, from the pool or newly allocated."""
-        free = self._free.get(size)
-        return free.pop() if free else torch.empty(size, dtype=self._dtype, device=self._device)
+        if self._free[size]:
+            return self._free[size].pop()
+        self._missing[size] -= 1
+        return self._allocate(size)
 
     def release(self, buffer: torch.Tensor) -> None:
         """Return `buffer` to the pool after use; the pool keeps it for reuse or frees it."""
-        free = self._free.get(buffer.numel())
-        if free is not None and len(free) < self._kept[buffer.numel()]:
-            free.append(buffer)
+        if self._missing[buffer.numel()] < 0:
+            self._missing[buffer.numel()] += 1
+        else:
+            self._free[buffer.numel()].append(buffer)
 
     def idle(self) -> list[torch.Tensor]:
         """Return the buffers of the pool that are allocated but not acquired."""

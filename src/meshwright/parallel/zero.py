@@ -255,7 +255,6 @@ class GradientReducer:
     def reduce(self, name: str, last: bool) -> None:
         """Start to reduce the gradient of the FSDP unit `name` over ranks. `last`: True if no further backward pass of
         this step adds to the gradient."""
-        unit = self._units[name]
         gradient = self.unsharded(name)
         first = name in self._stale
         self._stale.discard(name)
@@ -263,7 +262,7 @@ class GradientReducer:
             gradient.views[index].zero_()  # took no part in any loss
         gradient.stale.clear()
         del self._open[name]  # the next pass must not write into a buffer that is being sent
-        self.launch(partial(self._start, unit, gradient.buffer, first, last))
+        self.launch(partial(self._start, self._units[name], gradient.buffer, first, last))
 
     def _start(self, unit: FsdpUnit, buffer: torch.Tensor, first: bool, last: bool) -> None:
         """Start to reduce the gradient of `unit` in `buffer`. `first`, `last`: True if it is the first or last

@@ -142,8 +142,6 @@ def _predict_ledger(trainer: Trainer, machine: Cluster | None, notes: list[str])
     )  # fmt: skip
     if trainer.recipe.train.compile and not found.compiled:
         notes.append("memory is predicted as if blocks were not compiled")
-    if task.config.prediction_layers:
-        notes.append("memory is predicted without the activations of multi-token prediction")
     return found
 
 

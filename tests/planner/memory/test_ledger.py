@@ -50,13 +50,8 @@ MANY_COPIES = dataclasses.replace(
     MIXTURE, intermediate=32, expert_intermediate=32, hidden=256, experts_per_token=4
 )  # dispatched tokens need more memory than activations of experts
 LORA, QLORA, DOUBLE, DORA = (
-    dataclasses.replace(SMALL_HEAD, adapter=AdapterConfig(rank=4, **settings))  # type: ignore[arg-type]
-    for settings in (
-        {},
-        {"packed": "nf4"},
-        {"packed": "nf4-double"},
-        {"kind": "dora", "targets": ("q_proj", "down_proj")},
-    )
+    dataclasses.replace(SMALL_HEAD, adapter=AdapterConfig(rank=4, **more))  # type: ignore[arg-type]
+    for more in ({}, {"packed": "nf4"}, {"packed": "nf4-double"}, {"kind": "dora", "targets": ("q_proj", "down_proj")})
 )
 ROUTED_LORA, ROUTED_DORA = (
     dataclasses.replace(MIXTURE, adapter=AdapterConfig(rank=4, targets=("w1", "w2", "w3"), kind=kind))
@@ -138,6 +133,7 @@ CAPPED = dataclasses.replace(preset("gemma2-tiny"), vocabulary=256)
 CAPPED_LOGITS = dataclasses.replace(preset("gemma2-tiny"), vocabulary=2048)  # the peak is in the loss
 SINKS = dataclasses.replace(preset("gpt-oss-tiny"), vocabulary=128, experts=2)
 TIED = dataclasses.replace(preset("llama-tiny"), vocabulary=256, layers=1, hidden=512, intermediate=64)
+PREDICTS = dataclasses.replace(preset("deepseek-v3-tiny"), prediction_layers=1, layers=2, vocabulary=512)
 
 
 @pytest.mark.parametrize(
@@ -150,10 +146,11 @@ TIED = dataclasses.replace(preset("llama-tiny"), vocabulary=256, layers=1, hidde
         Step(DROPPED_GPT, "ac:selective", 8, 64), Step(CAPPED, "dp1", 8, 64, dtype="bfloat16"),
         Step(CAPPED_LOGITS, "dp1", 4, 64), Step(CAPPED_LOGITS, "dp1", 4, 64, dtype="bfloat16"),
         Step(SINKS, "ac:full", 4, 128, dtype="bfloat16"),
+        *(Step(PREDICTS, layout, 4, 128) for layout in ("dp1", "ac:full")),
     ],
     ids=lambda step: f"{step.config.family} {step.layout} {step.dtype}",
 )  # fmt: skip
-def test_peaks_in_sums_norms_dropout_and_capped_attention_match_allocator(step: Step) -> None:
+def test_peaks_in_sums_norms_dropout_and_prediction_match_allocator(step: Step) -> None:
     found = measure(step)
     assert found.predicted.peak_bytes == pytest.approx(found.peak, rel=0.004), (found.where, found.predicted)
     if step in WEIGHTED:
@@ -219,7 +216,8 @@ SUMMED = [Step(WIDE, f"tp4{again}", *size) for again in (" ac:full", "", ":nosp"
 """The peak is in a sum over ranks: of attention's output, or of the gradient of the head's input."""
 SOME = [
     *OVERLAPPED[:2], SUMMED[0], DATA_AND_TENSOR[2], DATA_AND_TENSOR[4], Step(SMALL_HEAD, "cp4 ac:selective", 8, 256),
-    Step(MIXTURE, "dp4 ep2:etp2", 32, 64), Step(DEEP, "pp4:zb-v mb4", 16, 64), EXPERTS[-1], OVERLAPPED[3],
+    Step(MIXTURE, "dp4 ep2:etp2", 32, 64), EXPERTS[-1], OVERLAPPED[3],
+    Step(dataclasses.replace(DEEP, layers=4), "dp2 zero2 pp2:zb-v mb4", 32, 64),  # two layers on one rank
 ]  # fmt: skip
 
 
@@ -244,7 +242,7 @@ def test_states_and_peak_of_ranks_match_prediction(steps: list[Step]) -> None:
             for rank, found in enumerate(ranks.run(measure, step)):
                 check_states(found)
                 # A thread of gloo may hold a sum for a moment after its wait: 1.5% of the peak of the last two.
-                near = 0.01 if step in [*DATA_AND_TENSOR, *OVERLAPPED[:-2], *SUMMED, EXPERTS[-1]] else 0.03
+                near = 0.01 if step in [*DATA_AND_TENSOR, *OVERLAPPED[:-2], *SUMMED, EXPERTS[-1], SOME[-1]] else 0.03
                 assert found.predicted.peak_bytes == pytest.approx(found.peak, rel=near), (step, rank, found.where)
 
 

@@ -119,6 +119,8 @@ def record_names(monkeypatch: pytest.MonkeyPatch) -> tuple[Names, Names]:
     student = preset("llama-tiny")
     for taught in (TeacherWork(student, projected=1), TeacherWork(student, top_k=4)):
         ledger(student, Layout.parse("dp1 bf16"), batch=8, sequence=64, teacher=taught)
+    predicts = dataclasses.replace(preset("deepseek-v3-tiny"), prediction_layers=1)
+    ledger(predicts, Layout.parse("dp1 bf16"), batch=8, sequence=64)
     labelled = dataclasses.replace(preset("bert-tiny"), head="classes", labels=("a", "b"))
     for config in (*map(preset, families), *adapted, labelled, preset("bert-tiny")):
         for text, more in product(layouts, options):

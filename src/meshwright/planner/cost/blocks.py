@@ -90,9 +90,7 @@ def list_operations(batch: MicroBatch, stage: Stage, *, at_once: bool = True) ->
 
     at_once: True if the last stage runs each backward directly after its forward; if False, the engine `meshwright` may
     compute the logits a second time."""
-    found: list[Operation] = []
-    if stage.first:
-        found += list_kernels(embedding_operators(batch))
+    found = list_kernels(embedding_operators(batch)) if stage.first else []
     kinds = Counter(layer_kind(batch.config, layer) for layer in stage.layers)
     examples = {layer_kind(batch.config, layer): layer for layer in reversed(stage.layers)}
     for kind, layers in kinds.items():

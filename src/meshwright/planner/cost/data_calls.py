@@ -167,12 +167,9 @@ class ModuleCalls(DataCalls):
         for unit in self.table.units:
             self.count_gradients(unit, passes)
             self.count_unit_gathers(unit, passes * (2 if unit in others[:-1] else 1))
-        for site, numel in (
-            ("module.buffers.changed", buffers.reported),
-            ("module.buffers", buffers.averaged),
-            ("module.buffers", buffers.copied),
-        ):
-            self.count_data_call(site, "data", "all-reduce", numel, 8)
+        self.count_data_call("module.buffers.changed", "data", "all-reduce", buffers.reported, 8)
+        for numel in (buffers.averaged, buffers.copied):
+            self.count_data_call("module.buffers", "data", "all-reduce", numel, 8)
         self.count_outcome()
         return self.sent
 

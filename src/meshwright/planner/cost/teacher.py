@@ -57,11 +57,8 @@ class TeacherWork:
     def list_sums(self, layout: Layout) -> list[tuple[str, int]]:
         """Return (call site, number of values per token) for each all-reduce over tp in the distillation loss; an empty
         list without tp."""
-        if layout.tp == 1:
-            return []
-        if self.top_k:
-            return [("distill.maximum", 2), ("distill.sum", 2), ("distill.top_k", self.top_k)]
-        return [("distill.maximum", 2), ("distill.sum", 2), ("distill.divergence", 2)]
+        last = ("distill.top_k", self.top_k) if self.top_k else ("distill.divergence", 2)
+        return [("distill.maximum", 2), ("distill.sum", 2), last] if layout.tp > 1 else []
 
 
 def make_teacher_work(recipe: Recipe, student: ModelConfig) -> TeacherWork | None:

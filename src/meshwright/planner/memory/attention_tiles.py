@@ -155,7 +155,8 @@ def _list_assignments(sizes: Dimensions, cut: Tiles, starts: Starts | None) -> I
             heads = min(cut.kv_heads, every - head)
             plain = rows == 1 or heads == 1  # then rows and heads are one dimension, wherever they lie
             ordered = plain or (copied == (True, False) and heads == every)
-            group = {"group_rows": rows, "group_heads": heads, "copies_keys": not ordered, "copies_values": not plain}
+            values = plain or (ordered and "latent" in sizes.true)
+            group = {"group_rows": rows, "group_heads": heads, "copies_keys": not ordered, "copies_values": not values}
             sections = [("tile_group", Tile(0, 0, False))]
             sections += [("tile", tile) for tile in (tiles if starts else tiles[-LAST_TILES:])]
             for section, tile in (*sections, ("tile_sums", Tile(0, 0, False))):

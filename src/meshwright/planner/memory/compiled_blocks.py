@@ -282,21 +282,21 @@ def list_weight_gradients(kernels: Sequence[Kernel]) -> set[str]:
 
 
 def list_mixture_backward(
-    block: CompiledBlock, layer: int, saved: tuple[Sequence[Allocation], Sequence[Allocation]], state: Backward
+    block: CompiledBlock, place: tuple[str, int], saved: Sequence[Sequence[Allocation]], state: Backward
 ) -> Iterator[NamedSnapshot]:
     """Yield (snapshot name, temporaries) for the backward of a layer that is compiled except for its expert-parallel
     mixture.
 
-    block: the compiled part; layer: index of the layer; saved: its saved activations, as a pair (without recompute,
-    with the layout's recompute); state: how the backward runs."""
-    mlp = f"layers.{layer}.mlp"
-    whole, here = (count_bytes(each for each in of if each.name.startswith(f"{mlp}.")) for of in saved)
+    block: the compiled part; place: name of the layer, such as "layers.3", and its index; saved: its saved activations,
+    as a pair (without recompute, with the layout's recompute); state: how the backward runs."""
+    unit, layer = place
+    whole, here = (count_bytes(each for each in of if each.name.startswith(f"{unit}.mlp.")) for of in saved)
     again = whole - here
-    front = [held.snapshot(f"layers.{layer}") for held in block.backward(state)]
+    front = [held.snapshot(unit) for held in block.backward(state)]
     if block.recomputes:
         yield front.pop(0)
         again += sum(map(block.bytes, block.saved))
-    for name, extras in Pass(layer_dimensions(block.batch, layer), saved[0], f"layers.{layer}.").snapshots("mixture"):
+    for name, extras in Pass(layer_dimensions(block.batch, layer), saved[0], f"{unit}.").snapshots("mixture"):
         yield name, [activation("recomputed", again), *extras]
     for name, extras in front:
-        yield name, [*extras, activation(f"{mlp}: freed", -here)]
+        yield name, [*extras, activation(f"{unit}.mlp: freed", -here)]

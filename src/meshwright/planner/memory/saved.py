@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cache, lru_cache
+from typing import Any
 
 import numpy as np
 
-from meshwright.planner.cost.blocks import embedding_operators, head_operators, keeps_gradient, layer_operators
+from meshwright.planner.cost import blocks
 from meshwright.planner.cost.dimensions import Dimensions, element_types, layer_dimensions, list_properties
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, at_least, at_most, layer_kind
 from meshwright.planner.cost.operators import SavedTensor
@@ -23,6 +24,9 @@ from meshwright.planner.memory.snapshot import Allocation
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.stages import Stage
 from meshwright.toml import read_packaged_toml
+
+PREDICTION, PREDICTION_LOSS = "prediction.block", "prediction.loss"
+"""Names of the layer of multi-token prediction, and of its loss."""
 
 
 def saved_activations(
@@ -57,38 +61,28 @@ def _tensors(batch: MicroBatch, stage: Stage, at_once: bool, tp_rank: int, compi
     """Yield the activations of one micro-batch that a rank saves, with symbolic element types such as "x". at_once:
     True if the stage's backward directly follows its forward; tp_rank: rank along tp; compiled: True if layers and
     final norm are compiled."""
-    config, recompute = batch.config, batch.layout.recompute
-    stream = batch.rows, batch.slice, config.hidden
+    config = batch.config
     if stage.first:
-        for operator in embedding_operators(batch):
+        for operator in blocks.embedding_operators(batch):
             yield from operator.saved
     else:
-        yield SavedTensor("input", stream, "x")
+        yield SavedTensor("input", (batch.rows, batch.slice, config.hidden), "x")
     yield from _shared_by_layers(batch, stage)
     layers: dict[object, list[SavedTensor]] = {}
+    # A norm's input in the type of activations is the stage's input, saved already; without norms products read it.
+    copied, projected = config.norm == "rmsnorm" and batch.narrow, not config.pre_norms and batch.layout.tp == 1
+    shared = {"input": True, "attention_norm.input": not (config.encoder or copied), "attention.qkv.input": projected}
     for layer in stage.layers:
-        begins = layer == stage.layers[0] and not stage.first  # its input is the stage's
-        whole = compiled and compiled_blocks.can_predict_compiled(batch)
-        if not begins and (whole or recompute != "none"):
-            yield SavedTensor(f"layers.{layer}.input", stream, "x")
         key = layer if layer in batch.routed else layer_kind(config, layer)
         if key not in layers:
-            layers[key] = list(_compiled_layer(batch, layer) if whole else layer_tensors(batch, layer, not stage.first))
-        # A norm's input in the type of activations is the stage's input, saved already.
-        copied = config.norm == "rmsnorm" and batch.narrow
-        shared = "attention_norm.input" if begins and not config.encoder and not copied else None
-        if begins and not config.pre_norms and batch.layout.tp == 1:  # the projections read it
-            shared = "attention.qkv.input"
+            layers[key] = list(_layer(batch, layer, compiled, not stage.first))
+        begins = layer == stage.layers[0] and not stage.first  # its input is the stage's
         for each in layers[key]:
-            if each.name != shared:
-                yield SavedTensor(f"layers.{layer}.{each.name}", each.shape, each.kind)
-    if stage.last and not config.encoder:
-        for each in head_operators(batch, True)[0].saved:
-            if not ((compiled or config.adapter) and each.name == "final_norm.scaled"):
-                plain = compiled and config.norm == "rmsnorm" and each.name == "final_norm.input"
-                yield each._replace(kind="x") if plain else each
+            if not (begins and shared.get(each.name)):
+                yield each._replace(name=f"layers.{layer}.{each.name}")
     if stage.last:
-        yield from _head(batch, stage, at_once, tp_rank)
+        yield from _head(batch, stage, at_once, tp_rank, compiled)
+        yield from _prediction(batch, stage, at_once, tp_rank, compiled) if config.prediction_layers else ()
     elif any(map(config.has_experts, stage.layers)):
         yield SavedTensor("balance", (), "wide")
 
@@ -98,22 +92,27 @@ def layer_tensors(batch: MicroBatch, layer: int, input_gradient: bool = True) ->
     are relative to the layer. input_gradient: True if the gradient of the layer's input is computed even if all earlier
     parameters are frozen."""
     recompute = batch.layout.recompute
-    for operator in layer_operators(batch, layer, input_gradient) if recompute != "full" else ():
+    for operator in blocks.layer_operators(batch, layer, input_gradient) if recompute != "full" else ():
         yield from operator.saved if recompute == "none" else operator.kept
     # The recomputed forward uses the routes of the first.
     if recompute != "none" and batch.layout.expert_parallel and batch.config.has_experts(layer):
         yield SavedTensor("mlp.experts.counts", (batch.etp, batch.config.experts), "index")
 
 
-def _compiled_layer(batch: MicroBatch, layer: int) -> Iterator[SavedTensor]:
-    """Yield the tensors that a compiled layer saves in addition to its input. An expert-parallel mixture of experts is
-    not compiled: its tensors are those of an eager layer."""
-    yield from compiled_blocks.CompiledBlock(batch, layer_kind(batch.config, layer)).saved_tensors
-    if not (batch.layout.expert_parallel and batch.config.has_experts(layer)):
+def _layer(batch: MicroBatch, layer: int, compiled: bool, input_gradient: bool = True) -> Iterator[SavedTensor]:
+    """Yield the tensors that a layer saves, compiled or not, with its input. An expert-parallel mixture of experts is
+    not compiled: its tensors are those of an eager layer. input_gradient: as for `layer_tensors`."""
+    recompute, of_input = batch.layout.recompute, ((batch.rows, batch.slice, batch.config.hidden), "x")
+    whole = compiled and compiled_blocks.can_predict_compiled(batch)
+    if whole or recompute != "none":
+        yield SavedTensor("input", *of_input)
+    if not whole:
+        yield from layer_tensors(batch, layer, input_gradient)
         return
-    if batch.layout.recompute == "selective":
-        yield SavedTensor("mlp.input", (batch.rows, batch.slice, batch.config.hidden), "x")
-    yield from (each for each in layer_tensors(batch, layer) if each.name.startswith("mlp."))
+    yield from compiled_blocks.CompiledBlock(batch, layer_kind(batch.config, layer)).saved_tensors
+    if batch.layout.expert_parallel and batch.config.has_experts(layer):
+        yield from [SavedTensor("mlp.input", *of_input)] * (recompute == "selective")
+        yield from (each for each in layer_tensors(batch, layer) if each.name.startswith("mlp."))
 
 
 @cache
@@ -154,14 +153,29 @@ def _shared_by_layers(batch: MicroBatch, stage: Stage) -> Iterator[SavedTensor]:
     yield from _listed("shared", Dimensions(batch, example, flags=flags))
 
 
-def _head(batch: MicroBatch, stage: Stage, at_once: bool, tp_rank: int) -> Iterator[SavedTensor]:
-    """Yield the tensors that the loss saves; for an encoder, also those of the transform, or of pooler and classifier,
-    before the loss. at_once: True if the stage's backward directly follows its forward; tp_rank: rank along tp."""
+def _head(batch: MicroBatch, stage: Stage, at_once: bool, tp_rank: int, compiled: bool) -> Iterator[SavedTensor]:
+    """Yield the tensors that the final norm and the loss save; for an encoder, those of the transform, or of pooler and
+    classifier, and of the loss. at_once: True if the stage's backward directly follows its forward; tp_rank: rank along
+    tp; compiled: True if the final norm is compiled."""
     config = batch.config
+    for each in blocks.head_operators(batch, True)[0].saved if not config.encoder else ():
+        if not ((compiled or config.adapter) and each.name == "final_norm.scaled"):
+            plain = compiled and config.norm == "rmsnorm" and each.name == "final_norm.input"
+            yield each._replace(kind="x") if plain else each
     several = not isinstance(batch.predictions, np.ndarray) and len(batch.loss_chunks) > 1
-    keeps = not batch.responses and not config.encoder and keeps_gradient(batch, len(stage.layers), at_once)
+    keeps = not batch.responses and not config.encoder and blocks.keeps_gradient(batch, len(stage.layers), at_once)
     # The last ranks along tp may have fewer rows of the head.
     rows = at_least(at_most(config.vocabulary - tp_rank * batch.vocabulary, batch.vocabulary), 0)
     flags = {"several_chunks": several, "keeps_gradient": keeps}
     sizes = layer_dimensions(batch, 0, {"head_rows": rows}, flags)
     yield from _listed("encoder_head" if config.encoder else "loss", sizes)
+
+
+def _prediction(batch: MicroBatch, stage: Stage, *loss: Any) -> Iterator[SavedTensor]:
+    """Yield the tensors that the module of multi-token prediction saves, with its loss. loss: further arguments of
+    `_head`."""
+    inputs = [each for operator in blocks.read_operators(batch, "prediction") for each in operator.saved]
+    for each in (*inputs, *_layer(batch, batch.config.layers, compiled=loss[-1])):
+        yield each._replace(name=f"{PREDICTION}.{each.name}")
+    for each in _head(batch, stage, *loss):
+        yield each._replace(name=f"{PREDICTION_LOSS}.{each.name}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -14,7 +15,7 @@ from meshwright.planner.cost.micro_batch import MicroBatch, Number, layer_kind
 from meshwright.planner.memory import compiled_blocks
 from meshwright.planner.memory.attention_tiles import attention_workspaces
 from meshwright.planner.memory.compiled_blocks import Backward, CompiledBlock
-from meshwright.planner.memory.saved import saved_activations
+from meshwright.planner.memory.saved import PREDICTION, PREDICTION_LOSS, saved_activations
 from meshwright.planner.memory.snapshot import Allocation, NamedSnapshot, Snapshot, activation, count_bytes, message
 from meshwright.planner.memory.states import Flat, PassState, Reduction, gradient_buffers
 from meshwright.planner.memory.teacher import TeacherMemory
@@ -26,6 +27,9 @@ from meshwright.spec.stages import LOOKED_UP, Stage
 OF_HEAD = ("head.", "final_norm.", "transform.", "transform_norm.", "pooler.", "classifier.", "loss")
 """Prefixes of the names of activations that the head's FSDP unit saves."""
 
+LOSSES = "head", PREDICTION_LOSS
+"""Names under which a stage lists its losses."""
+
 _NEIGHBOURS = 4 + REDUCTIONS_IN_FLIGHT
 """Length of the window of units, from the one before a unit, on which the unit's memory depends: it and its neighbours,
 whose parameters ZeRO-3 prefetches, and those after it, whose gradient reductions may still be in flight."""
@@ -33,15 +37,12 @@ whose parameters ZeRO-3 prefetches, and those after it, whose gradient reduction
 
 def queued_bytes(batch: MicroBatch, unrecomputed: Sequence[Allocation], layer: int, attention: bool = True) -> Number:
     """Return the bytes that a layer's queued weight gradients keep allocated: the inputs and the output gradients of
-    its linear layers. unrecomputed: activations that the stage saves without recompute; attention: False to leave out
+    its linear layers. unrecomputed: activations of the layer without recompute; attention: False to leave out
     attention's linear layers."""
     sizes = layer_dimensions(batch, layer)
     names = ("qkv.input", "output.input", "up.input", "down.input") if attention else ("up.input", "down.input")
-    found: Number = sizes["mlp_outputs x"] + (sizes["attention_outputs x"] if attention else 0)
-    for each in unrecomputed:
-        if each.name.startswith(f"layers.{layer}.") and each.name.endswith(names):
-            found = found + each.bytes
-    return found
+    gradients = sizes["mlp_outputs x"] + (sizes["attention_outputs x"] if attention else 0)
+    return gradients + count_bytes(each for each in unrecomputed if each.name.endswith(names))
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,10 @@ class StageSnapshots:
     at_once: True if each backward directly follows its forward. Attribute `saved`: activations that a forward saves."""
 
     def __init__(self, step: RankStep, stage: Stage, units: Sequence[str], at_once: bool) -> None:
-        self.step, self.batch, self.stage, self.units = step, step.batch, stage, units
+        self.step, self.batch, self.stage = step, step.batch, stage
+        predicts = stage.last and self.batch.config.prediction_layers
+        # The module of multi-token prediction is part of the last FSDP unit, the head, and is computed after it.
+        self.units, self._last = [*units, PREDICTION, PREDICTION_LOSS] if predicts else units, len(units) - 1
         options: dict[str, Any] = {"at_once": at_once, "tp_rank": step.tp_rank, "compiled": step.compiled}
         self.saved = whole = saved_activations(self.batch, stage, **options)
         if self.batch.layout.recompute != "none":
@@ -114,24 +118,20 @@ class StageSnapshots:
         # Products add their weight gradients to the sums; those of grouped experts have no float32 output.
         self.fused = not self.batch.narrow or (self.batch.device == "cuda" and not self.batch.config.experts)
         self._layer = {unit: int(unit.split(".")[1]) for unit in self.units if unit.startswith("layers.")}
+        self._layer |= {PREDICTION: self.batch.config.layers} if predicts else {}
         self._saved_of, self._whole_of = self._by_unit(self.saved), self._by_unit(whole)
         self._saved_until = list(accumulate(map(count_bytes, self._saved_of.values())))
-        self.saved_bytes = self._saved_until[-1]
-        self.stream = self.batch.stream_bytes
         self.both_ends = step.tied and stage.first and stage.last  # one matrix is embedding and head
-        self.queue = sum(map(self._queue_of, self._layer)) if step.queues else 0
+        self.queue = sum(map(self._queue_of, self.units)) if step.queues else 0
         self._examples: dict[object, str] = {}
 
     @cached_method
     def find_peak(self, kind: int, state: PassState) -> Snapshot:
         """Return the memory snapshot at the peak of one pass of the stage. kind: forward, backward, input-gradient or
         weight-gradient pass; state: state of the stage when the pass begins."""
-        if kind == Kind.FORWARD:
-            snapshots = self._forward(state)
-        elif kind == Kind.WEIGHT_GRADIENT:
-            snapshots = self._weight_gradients(state)
-        else:
-            snapshots = self._backward(kind == Kind.INPUT_GRADIENT, state)
+        others = {Kind.FORWARD: self._forward, Kind.WEIGHT_GRADIENT: self._weight_gradients}
+        other = others.get(Kind(kind))
+        snapshots = other(state) if other else self._backward(kind == Kind.INPUT_GRADIENT, state)
         return max(snapshots, key=lambda snapshot: snapshot.bytes)
 
     def _by_unit(self, saved: Sequence[Allocation]) -> dict[str, list[Allocation]]:
@@ -143,15 +143,15 @@ class StageSnapshots:
             found[unit if unit in found else ""].append(each)
         return found
 
-    def _list_saved(self, units: int) -> list[Allocation]:
-        """Return the saved activations of the first `units` units and those that belong to no unit."""
-        return [each for unit in ("", *self.units[:units]) for each in self._saved_of[unit]]
-
     def _snapshot(self, name: str, units: int, tensors: Sequence[Allocation]) -> Snapshot:
         """Return a memory snapshot. name: its name; units: number of the stage's first units whose saved activations
         are allocated; tensors: all other tensors."""
-        listed = partial(self._list_saved, units)
-        return Snapshot(name, self._saved_until[units], tuple(tensors), self.stage.index, listed)
+
+        def list_saved() -> list[Allocation]:
+            """Return the saved activations of these units, and those that belong to no unit."""
+            return [each for unit in ("", *self.units[:units]) for each in self._saved_of[unit]]
+
+        return Snapshot(name, self._saved_until[units], tuple(tensors), self.stage.index, list_saved)
 
     def _forward(self, state: PassState) -> Iterator[Snapshot]:
         """Yield the memory snapshots of the forward of one micro-batch. state: state of the stage when it begins."""
@@ -162,10 +162,13 @@ class StageSnapshots:
             around += teacher.list_states()
         for place in self._peak_places:
             unit = self.units[place]
+            held = [*around, *self._gathered(place, +1)]
+            held += self._held("held_in_forward", unit) if place > self._last else []
             for name, extras in self._unit_forward(unit):
-                yield self._snapshot(f"{unit}{name}: forward", place, [*around, *self._gathered(place, +1), *extras])
+                yield self._snapshot(f"{unit}{name}: forward", place, [*held, *extras])
         if not self.stage.last:
-            yield self._snapshot("end of forward", len(self.units), [*around, message("output", self.stream)])
+            tensors = *around, message("output", self.batch.stream_bytes)
+            yield self._snapshot("end of forward", len(self.units), tensors)
 
     def _unit_forward(self, unit: str) -> Iterator[NamedSnapshot]:
         """Yield (snapshot name, temporaries) for the forward of a unit, such as "layers.3" or "embedding"."""
@@ -182,14 +185,14 @@ class StageSnapshots:
             }
             computed = Pass(layer_dimensions(at, layer, sizes), whole, f"{unit}.")
             yield from computed.snapshots("layer_forward")
-        elif unit == "head":
-            yield from self._loss(False).snapshots("loss")
+        elif unit in LOSSES:
+            yield from self._loss(unit, False).snapshots("loss")
         else:
             yield from Pass(layer_dimensions(at, 0), (), f"{unit}.").snapshots("lookup")
 
-    def _loss(self, again: bool) -> Pass:
-        """Return a pass through the loss. again: True for the backward of a loss whose forward saved no gradient, so
-        that the loss is computed again."""
+    def _loss(self, unit: str, again: bool) -> Pass:
+        """Return a pass through a loss. unit: "head", or the loss of multi-token prediction; again: True for the
+        backward of a loss whose forward saved no gradient, so that the loss is computed again."""
         at, config, teacher = self.batch, self.batch.config, self.step.teacher
         chunks = at.loss_chunks if config.head in ("next", "masked") else []
         longest = max(chunks, default=0)
@@ -205,7 +208,7 @@ class StageSnapshots:
             "keeps_hidden": "head.hidden.gradient" in kept, "keeps_weight": "head.weight.gradient" in kept,
             "computes_weight": (again and config.adapter is None) or "head.weight.gradient" in kept,
         }  # fmt: skip
-        return Pass(layer_dimensions(at, 0, sizes, flags), self.saved)
+        return Pass(layer_dimensions(at, 0, sizes, flags), self._saved_of[unit], "" if unit == "head" else f"{unit}.")
 
     def _backward(self, split: bool, state: PassState) -> Iterator[Snapshot]:
         """Yield the memory snapshots of one micro-batch's backward in order. split: True for a backward that computes
@@ -216,29 +219,30 @@ class StageSnapshots:
             unit = self.units[place]
             if split or place in self._peak_places:
                 yield from self._backward_of(place, split, queue, state.before)
-            if split and unit in self._layer:
+            if split:
                 queue += self._queue_of(unit)
-            elif not split:
+            else:
                 state = state._replace(before=self.step.start_reductions(Kind.BACKWARD, state, [unit]))
         if split:  # units without products are complete: until now their gradients were held in addition to the sums
-            ends = self._unsharded(self.step.list_flats(unit for unit in self.units if unit not in self._layer))
+            ends = self.step.list_flats(unit for unit in self.units if unit not in self._layer)
             waiting = activation("queue of weight gradients", queue)
-            yield self._snapshot("input gradients", 0, (waiting, *ends, *self._in_flight(state.before)))
+            yield self._snapshot("input gradients", 0, (waiting, *self._in_flight(state.before, ends)))
 
     def _backward_of(self, place: int, split: bool, queue: int, posted: Sequence[Reduction]) -> Iterator[Snapshot]:
         """Yield the memory snapshots of the backward of the unit with index `place`. split: True if only input
         gradients are computed; queue: bytes of the operands of queued weight gradients; posted: gradient reductions
         started before."""
         unit = self.units[place]
-        block, is_head = self._block(unit), unit == "head"
+        block = self._block(unit)
         at_end = block is not None and block.name != "front"  # gradient buffers come at its end
-        at_end |= unit in LOOKED_UP or (is_head and self.batch.config.head in ("next", "masked"))
-        opened = [] if split else self._unsharded(self.step.list_flats([unit]))
-        around = [*self._gathered(place, -1), *self._in_flight(posted)]
-        around += self._held_throughout(split, is_head, place == len(self.units) - 1, queue) + (not at_end) * opened
-        for name, extras in self._unit_backward(place, split):
-            tensors = *around, *(opened if at_end and name == f".{compiled_blocks.COLLECTED}" else []), *extras
-            yield self._snapshot(f"{unit}{name}: backward", place + 1, tensors)
+        begins = place == len(self.units) - 1 and unit in LOSSES and self.batch.config.head in ("next", "masked")
+        at_end |= unit in LOOKED_UP or begins
+        opened = [] if split else self.step.list_flats([self.units[min(place, self._last)]])
+        around = [*self._gathered(place, -1), *self._held("held_in_backward", unit, split, queue)]
+        early, late = self._in_flight(posted), self._in_flight(posted, opened)
+        for name, extras in self._unit_backward(unit, split):
+            at_end &= name != f".{compiled_blocks.COLLECTED}"
+            yield self._snapshot(f"{unit}{name}: backward", place + 1, (*around, *(early if at_end else late), *extras))
 
     @cached_property
     def _peak_places(self) -> list[int]:
@@ -248,13 +252,18 @@ class StageSnapshots:
         return list({tuple(alike[at : at + _NEIGHBOURS]): at for at in range(len(self.units))}.values())
 
     @cached_method
-    def _held_throughout(self, split: bool, is_head: bool, arrived: bool, queue: int) -> list[Allocation]:
-        """Return the tensors that stay allocated during the backward of a unit, in addition to those of ZeRO. split:
-        True if only input gradients are computed; is_head: True for the head; arrived: True for the stage's last unit;
-        queue: bytes of the operands of queued weight gradients."""
-        flags = {"split": split, "of_head": is_head, "arrived": arrived, "queued": queue, "last": self.stage.last}
-        sizes = layer_dimensions(self.batch, 0, {"queue": queue}, flags | {"both_ends": self.both_ends})
-        return [each for _, tensors in Pass(sizes).snapshots("held_in_backward") for each in tensors]
+    def _held(self, section: str, unit: str, split: bool = False, queue: int = 0) -> list[Allocation]:
+        """Return the tensors that stay allocated during all of a unit's forward or backward, in addition to those of
+        ZeRO. section: of `tensors.toml`; split: True if only input gradients are computed; queue: bytes of the operands
+        of queued weight gradients."""
+        flags = {
+            "split": split, "queued": queue, "last": self.stage.last, "both_ends": self.both_ends,
+            "arrived": unit == self.units[-1], "of_head": unit in (*LOSSES, PREDICTION),
+            "predicts": PREDICTION in self._layer, "in_block": unit == PREDICTION,
+            "in_prediction": unit in (PREDICTION, PREDICTION_LOSS),
+        }  # fmt: skip
+        sizes = layer_dimensions(self.batch, 0, {"queue": queue}, flags)
+        return [each for _, tensors in Pass(sizes).snapshots(section) for each in tensors]
 
     def _weight_gradients(self, state: PassState) -> Iterator[Snapshot]:
         """Yield the memory snapshots of the pass that computes queued weight gradients. state: state of the stage when
@@ -262,37 +271,33 @@ class StageSnapshots:
         sizes = layer_dimensions(self.batch, 0)
         largest = max(sizes["qkv hidden x"], sizes["up hidden x"])
         extras = [] if self.fused else [Allocation("workspace", "weight gradient", bytes=largest)]
-        posted = self.step.start_reductions(Kind.WEIGHT_GRADIENT, state, self.units)
-        opened = self._unsharded(self.step.list_flats(self.units[:1]))
-        yield Snapshot("weight gradients", 0, (*extras, *self._in_flight(posted), *opened))
+        for unit in reversed([unit for unit in self.units if unit in self._layer]):
+            reduced = self._in_flight(state.before, self.step.list_flats([unit]))
+            yield Snapshot("weight gradients", 0, (*extras, *reduced))
+            state = state._replace(before=self.step.start_reductions(Kind.WEIGHT_GRADIENT, state, [unit]))
 
-    def _unit_backward(self, unit_index: int, split: bool) -> Iterator[NamedSnapshot]:
-        """Yield (snapshot name, temporaries) for the backward of the unit with index `unit_index`. split: True if only
-        input gradients are computed."""
-        unit = self.units[unit_index]
-        block = self._block(unit)
-        if unit == "head":
-            if self.batch.config.encoder:
-                yield ".rows", [activation("gradient of the last layer's output", self.stream)]
-            if self.batch.config.head not in ("next", "masked"):
-                return
-            loss = self._loss(True)
-            yield from loss.snapshots("loss_backward")
+    def _unit_backward(self, unit: str, split: bool) -> Iterator[NamedSnapshot]:
+        """Yield (snapshot name, temporaries) for the backward of a unit. split: True if only input gradients are
+        computed."""
+        block, config = self._block(unit), self.batch.config
+        if unit in LOSSES:
+            loss = self._loss(unit, True)
             if "keeps_hidden" not in loss.dimensions.true:
                 yield from loss.snapshots("loss")
+            yield from loss.snapshots("loss_backward")
         elif block is not None:
             ends = {compiled_blocks.GRADIENT: self.units[-1]}
             ends |= {} if self.stage.first else {compiled_blocks.INPUT: self.units[0]}
             arrived = frozenset(name for name, end in ends.items() if end == unit)
             if block.name == "front":
-                saved = self._whole_of[unit], self._saved_of[unit]
-                yield from compiled_blocks.list_mixture_backward(block, self._layer[unit], saved, Backward(arrived))
+                saved, place = (self._whole_of[unit], self._saved_of[unit]), (unit, self._layer[unit])
+                yield from compiled_blocks.list_mixture_backward(block, place, saved, Backward(arrived))
             else:
                 state = Backward(arrived, self.step.queues, self.step.queues and not split)
                 yield from (held.snapshot(unit) for held in block.backward(state))
         elif unit in self._layer:
             again = count_bytes(self._whole_of[unit]) - count_bytes(self._saved_of[unit])
-            config = self.batch.config  # in a 16-bit type this norm saves a copy of the input
+            # In a 16-bit type this norm saves a copy of the input.
             copies = self.batch.narrow and config.pre_norms and config.norm == "rmsnorm"
             if copies and self.batch.layout.recompute != "none":
                 again += sum(each.bytes for each in self._saved_of[unit] if each.name == f"{unit}.input")
@@ -300,8 +305,7 @@ class StageSnapshots:
             example = self._examples.setdefault(self.step.likeness(unit), unit)  # equal layers have equal temporaries
             for name, extras in self._layer_backward(example, split, unit == self.units[-1]):
                 yield name, [*more, *extras]
-        elif unit in LOOKED_UP and self.batch.config.adapter is None:
-            config = self.batch.config
+        elif unit in LOOKED_UP and config.adapter is None:
             tables = {"positions": config.max_positions, "token_types": config.token_types}
             sizes = layer_dimensions(self.batch, 0, {"table": tables.get(unit) or self.batch.vocabulary})
             yield from Pass(sizes).snapshots("embedding")
@@ -323,11 +327,10 @@ class StageSnapshots:
         ]
 
     def _queue_of(self, unit: str) -> int:
-        """Return the bytes that the queued weight gradients of a layer keep allocated. unit: its name, such as
-        "layers.3"."""
+        """Return the bytes that the queued weight gradients of a unit, such as "layers.3", keep allocated."""
         if (block := self._block(unit)) is not None:
             return block.queued_bytes
-        return int(queued_bytes(self.batch, self._whole_of[unit], self._layer[unit]))
+        return int(queued_bytes(self.batch, self._whole_of[unit], self._layer[unit])) if unit in self._layer else 0
 
     @cached_method
     def _block(self, unit: str) -> CompiledBlock | None:
@@ -343,7 +346,8 @@ class StageSnapshots:
         """Return the full parameters that ZeRO-3 holds during a pass of the unit with index `unit_index`: those of this
         unit, and of the prefetched next unit. step: 1 in the forward, -1 in the backward (the next unit is `unit_index`
         + step)."""
-        names = {self.units[at] for at in (unit_index, unit_index + step) if 0 <= at < len(self.units)}
+        place = min(unit_index, self._last)
+        names = {self.units[at] for at in (place, place + step) if 0 <= at <= self._last}
         if step < 0:
             names -= set(LOOKED_UP)
         if self.step.tied and ("head" in names or (step > 0 and self.both_ends)):
@@ -352,22 +356,20 @@ class StageSnapshots:
         itemsize = self.batch.itemsize
         return [message(f"{flat.name} gathered", flat.held_bytes(flat.padded, itemsize)) for flat in flats]
 
-    def _unsharded(self, flats: Iterable[Flat]) -> list[Allocation]:
-        """Return the unsharded gradient buffers that flat parameter buffers allocate in a backward under ZeRO-2 and 3,
-        without those shared by layers, which are counted elsewhere."""
-        alone = (flat for flat in flats if flat.zero >= 2 and flat.padded not in self.step.reused)
-        wide = self.batch.wide
-        return [Allocation("gradients", f"{each.name} unsharded gradient", bytes=each.padded * wide) for each in alone]
-
-    def _in_flight(self, posted: Sequence[Reduction]) -> list[Allocation]:
-        """Return the tensors of the gradient reductions in flight. posted: all reductions started so far; only the last
-        few of them are in flight."""
-        found = []
-        for flat, later in [each for each in posted if each.flat.zero][-REDUCTIONS_IN_FLIGHT:]:
-            shard = flat.padded // flat.shards * self.batch.wide
+    def _in_flight(self, posted: Sequence[Reduction], opened: Sequence[Flat] = ()) -> list[Allocation]:
+        """Return the tensors of the gradient reductions in flight, and the unsharded gradients that do not fit into the
+        buffers that layers share, which are counted elsewhere. posted: all reductions started so far; only the last few
+        are in flight; opened: flat parameter buffers whose gradients are being accumulated."""
+        flying, wide, found = [each for each in posted if each.flat.zero][-REDUCTIONS_IN_FLIGHT:], self.batch.wide, []
+        for flat, later in flying:
+            shard = flat.padded // flat.shards * wide
             if flat.zero >= 2 and later:
                 found.append(message(f"{flat.name} shard of a later micro-batch", shard))
             if self.batch.device == "cpu":  # gloo sends to each rank alone
                 found.append(message(f"{flat.name} parts of other ranks", shard * (flat.shards - 1)))
-            found += self._unsharded([flat])
+        shared = Counter(self.step.reused)
+        for flat in (each for each in (*(reduction.flat for reduction in flying), *opened) if each.zero >= 2):
+            shared[flat.padded] -= 1
+            if shared[flat.padded] < 0:
+                found.append(Allocation("gradients", f"{flat.name} unsharded gradient", bytes=flat.padded * wide))
         return found

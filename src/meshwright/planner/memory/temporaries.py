@@ -59,8 +59,7 @@ class Pass(NamedTuple):
                 found.append(activation("freed", -gone))
             for item in row["tensors"]:
                 category, _, name = item.name.format(self.prefix[:-1]).rpartition(": ")
-                size = int(self.dimensions[item.value])
-                found.append(Allocation(category or "activations", name, bytes=size))
+                found.append(Allocation(category or "activations", name, bytes=int(self.dimensions[item.value])))
             yield row["name"], found
 
 

@@ -240,7 +240,6 @@ def _warnings(problem: Problem, layout: Layout, memory: Ledger) -> list[str]:
         (refusal, f"meshwright train refuses it: {refusal}"),
         (outside and ours, "meshwright train refuses it: train.cuda_graphs supports only tp, dp, zero0 and zero1"),
         (outside and not ours, f"{engine.name} is not known to have {' and '.join(outside)}; priced as if it had"),
-        (config.prediction_layers, "multi-token prediction: its parameters and time are priced, not its activations"),
         (other_latent, "latent attention: kernels and memory are those of this engine's uncompiled blocks"),
         (config.attention_sinks and problem.compile,
          "attention sinks and clamped SwiGLU: memory is that of compiled blocks without them"),
