@@ -184,8 +184,7 @@ class Replicas:
         listener = messages.Listener(self._host, self.plan.secret)
         self._server = await listener.serve(self._listen_to_rank)
         self.plan = replace(self.plan, front=listener.address)
-        work = *map(self._supervise, self._replicas), self._watch_steps()
-        self._tasks = [asyncio.create_task(each) for each in work]
+        self._tasks = [*map(asyncio.create_task, (*map(self._supervise, self._replicas), self._watch_steps()))]
         await self._wait_for_state(lambda: all(replica.ready for replica in self._replicas))
         if self.failure is not None:
             raise self.failure

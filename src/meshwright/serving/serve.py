@@ -222,6 +222,8 @@ def _check_model(
     if missing := [name for name in EXTRA if importlib.util.find_spec(name) is None]:
         raise UserError(f'serving needs {", ".join(missing)}: run pip install "meshwright[serve]"')
     checkpoint = find_checkpoint(path, log, check_hashes=False)
+    if any("\ud800" <= letter <= "\udfff" for letter in str(checkpoint.resolve())):  # as Python decodes other bytes
+        raise UserError(f"{str(checkpoint.resolve())!a} is not UTF-8: rename the directory")
     config = config_from_path(checkpoint)
     reading, hosts = serving_layout(layout, config), 1
     if info is not None:
