@@ -143,6 +143,7 @@ DIRECT_READS = {
             "launcher.gpu_process",
             "kernels.build",
             "kernels.choice",
+            "processes",
             "probe.stopwatch",
         ),
         "/proc, /sys and caches and traces of its own",

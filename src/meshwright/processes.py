@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import sys
+from pathlib import Path
 
 
 def die_with_parent() -> None:
@@ -12,3 +14,20 @@ def die_with_parent() -> None:
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
         ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def read_sleep(process: int) -> str:
+    """Return a text that stays the same while all threads of a process sleep or are stopped: how often its main thread
+    has left the CPU. Return "" while a thread computes, waits for a CPU, or reads from a disk, while the process has
+    children (such as a compiler), and if the threads cannot be read. process: process ID on this machine."""
+    threads = Path(f"/proc/{process}/task")
+    try:
+        for thread in os.listdir(threads):
+            status = (threads / thread / "status").read_text()
+            runs = "State:\tR" in status or "State:\tD" in status
+            polls = "Name:\tgloo_tcp_loop" in status  # wakes up 100 times a second, also without messages
+            if (runs and not polls) or (threads / thread / "children").read_text():
+                return ""
+        return (threads / str(process) / "status").read_text().rpartition("\nvoluntary_ctxt_switches:")[2]
+    except OSError:
+        return ""

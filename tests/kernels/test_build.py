@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import re
 import subprocess
 import sys
@@ -136,22 +137,24 @@ def test_damaged_file_is_built_again(compiler: Path, damage: str):
 
 
 def make_places_unusable(directory: Path) -> None:
-    """The cache cannot be written, and all users may write to the directory of temporary files."""
+    """Neither the cache can be written nor the directory of temporary files."""
     (directory / "cache").write_text("a file")
-    build.get_temporary_directory().mkdir()
-    build.get_temporary_directory().chmod(0o777)
+    os.environ["TMPDIR"] = str(directory / "cache")  # restored by the fixture
 
 
 def test_library_is_kept_in_a_private_directory_where_the_cache_cannot_be_written(compiler: Path):
     (compiler.parent / "cache").write_text("a file")
     assert build.find_uncached(["avx2"]) == ["avx2"]
-    lines, kept = list[str](), build.get_temporary_directory()
+    (taken := compiler.parent / f"meshwright-kernels-{os.geteuid()}-").mkdir()
+    taken.chmod(0o777)  # as another user could, before any build
+    lines = list[str]()
     built = build.build("avx2", lines.append)
+    kept = built[0].parent
     place = re.escape(str(compiler.parent / "cache" / "meshwright" / "kernels"))
     assert re.match(
         rf"{place} cannot be written \(Not a directory\): the compiled kernels are kept in {kept}$", lines[0]
     )
-    assert built[0].parent == kept and kept.stat().st_mode & 0o777 == 0o700 and len(lines) == 3
+    assert kept != taken and kept.parent == compiler.parent and kept.stat().st_mode & 0o777 == 0o700 and len(lines) == 3
     assert build.build("avx2", lines.append) == built and build.find_uncached(["avx2"]) == []
     assert count_calls(compiler) == 1 and len(lines) == 3
     build.build("avx512", lines.append, (2, 3))
@@ -159,6 +162,7 @@ def test_library_is_kept_in_a_private_directory_where_the_cache_cannot_be_writte
     kept.rename(moved := kept.with_name("moved"))
     kept.symlink_to(moved)  # by another user
     assert build.find_uncached(["avx2"]) == ["avx2"]
+    assert build.build("avx2", lines.append)[0].parent not in (kept, taken)
 
 
 def test_library_in_the_cache_needs_no_directory_of_temporary_files(compiler: Path, monkeypatch: pytest.MonkeyPatch):
@@ -192,7 +196,7 @@ def test_rank_that_cannot_use_the_chosen_kernels_does_not_compute_without(compil
         (lambda path: path.write_text("#!/no/such/shell\n"), "No such file"),
         (
             lambda path: make_places_unusable(path.parent),
-            "cache/.* cannot be written .*, and other users may write to ",
+            "Not a directory.*/cache/meshwright-kernels-",
         ),
     ],
     ids=["none", "fails", "cannot compile", "not executable", "no place"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +42,20 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str,
 def test_fastest_instruction_set_is_measured_once_and_stored(measured: list):
     assert choice.choose_instruction_set() == choice.choose_instruction_set() == "avx512"
     assert measured == [("amx", "avx512", "avx2")]
+
+
+def test_measurement_says_how_long_it_took_and_whether_the_next_start_repeats_it(measured: list):
+    lines = list[str]()
+    choice.choose_instruction_set(lines.append)
+    shutil.rmtree(profile_directory())
+    profile_directory().write_text("a file")
+    for _ in range(2):
+        assert choice.choose_instruction_set(lines.append) == "avx512"
+    assert len(measured) == len(lines) == 3 and lines[1] == lines[2]
+    begin = r"measured the kernels for AMX, AVX512, AVX2 in 0\.\d s, "
+    assert re.fullmatch(begin + "once for this version", lines[0])
+    reason = r"again at each start, as the result cannot be stored \((Not a directory|File exists)\)"
+    assert re.fullmatch(begin + reason, lines[1])
 
 
 def cannot_open(*missing: str) -> Callable[..., object]:
@@ -106,13 +121,17 @@ def test_lines_before_and_after_each_compilation_number_the_libraries_that_the_c
     lines = list[str]()
     build.build("avx512")
     choice.choose_instruction_set(lines.append)
-    begins, ends = lines[::2], lines[1::2]
+    assert [line.startswith("measured the kernels for AMX, AVX512, AVX2 in ") for line in lines[len(compiled) :]] == (
+        [True] if probe == "1" else []
+    )
+    begins, ends = lines[: len(compiled) : 2], lines[1 : len(compiled) : 2]
     assert begins == [f"compiling CPU kernels for {name}, once for this version ..." for name in compiled[::2]]
     assert [re.sub(r"\d+\.\d s$", "#", line) for line in ends] == [
         f"compiled CPU kernels for {name} in #" for name in compiled[1::2]
     ]
+    count = len(lines)
     choice.choose_instruction_set(lines.append)
-    assert len(lines) == len(compiled)
+    assert len(lines) == count
 
 
 def test_named_instruction_set_that_cannot_be_built_is_refused(measured: list, monkeypatch: pytest.MonkeyPatch):

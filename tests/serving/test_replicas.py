@@ -8,10 +8,13 @@ import random
 import re
 import secrets
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ import pytest
 from meshwright.comm.local import PRELOADED_TO_SERVE, start_server
 from meshwright.errors import MeshwrightError, RankLost, UserError
 from meshwright.planner.serving.ledger import ServingSizes
+from meshwright.processes import read_sleep
 from meshwright.serving import messages
 from meshwright.serving import replicas as replicas_module
 from meshwright.serving.rank_starter import LocalStarter, RankPlan
@@ -200,6 +204,57 @@ def test_hanging_step_counts_as_a_lost_rank(tmp_path: Path):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("layout, steps", [("", 0), ("tp2", 3)])
+def test_stopped_rank_is_lost_whatever_the_limit_of_its_step(layout: str, steps: int, tmp_path: Path):
+    """Also in the first step, of whose time nothing is known, and in a replica whose other rank waits for it."""
+
+    async def run() -> None:
+        lines: list[str] = []
+        async with running(tmp_path, layout, step_seconds=1e6, engine="build_slow", log=lines.append) as replicas:
+            found = asyncio.create_task(collect_all(replicas, [make_request("r")] if steps else []))
+            await wait_until(lambda: replicas.stats()[0].get("steps", 0) >= steps)
+            os.kill(max(replicas.properties["ranks"], key=lambda rank: rank["rank"])["pid"], signal.SIGSTOP)
+            more = asyncio.create_task(collect_all(replicas, [make_request("more")]))
+            await wait_until(lambda: replicas.state == "recovering")
+            await asyncio.gather(found, more)
+            assert lines[0].startswith("replica 0 was lost: all of its ranks slept or were stopped for 1.2 s in a step")
+
+    asyncio.run(run())
+
+
+def test_process_sleeps_if_no_thread_computes_and_no_child_runs():
+    thread = "import threading; threading.Thread(target=lambda: exec('print(flush=True)\\nwhile 1: pass')).start()"
+    commands = {
+        "sleeps": ["sh", "-c", "echo; exec cat"],
+        "computes": ["sh", "-c", "echo; while :; do :; done"],
+        "a thread computes": [sys.executable, "-c", f"{thread}; threading.Event().wait()"],
+        "waits for a child": ["sh", "-c", "echo; cat; echo"],
+    }
+    with ExitStack() as stack:
+        processes = {}
+        for name, command in commands.items():
+            processes[name] = process = stack.enter_context(subprocess.Popen(command, stdin=PIPE, stdout=PIPE))
+            stack.callback(process.kill)
+        for process in processes.values():
+            assert process.stdout is not None and process.stdout.readline() == b"\n"
+        pids = {name: process.pid for name, process in processes.items()}
+        assert await_sleep(pids["sleeps"]) == read_sleep(pids["sleeps"]) != ""
+        time.sleep(0.1)  # the main thread reaches its wait, the child starts
+        assert {read_sleep(pids[name]) for name in commands if name != "sleeps" for _ in range(10)} == {""}
+        os.kill(pids["computes"], signal.SIGSTOP)
+        assert await_sleep(pids["computes"]) == read_sleep(pids["computes"])
+        processes["sleeps"].kill()
+        processes["sleeps"].wait()
+        assert read_sleep(pids["sleeps"]) == ""
+
+
+def await_sleep(pid: int) -> str:
+    """Wait until a process sleeps; return the text that says since when."""
+    while not (found := read_sleep(pid)):
+        time.sleep(0.01)
+    return found
+
+
 def test_long_steps_do_not_count_as_lost_ranks(tmp_path: Path):
     """Not even the first, of whose time nothing is known."""
 
@@ -259,14 +314,15 @@ def test_limit_of_a_step_counts_what_it_may_compute():
     replica.streams = {stream.request.id: stream for stream in (decoding, leaving)}
     for stream in replica.streams.values():
         stream.replica = replica
-    prefill, decode = (10 * replica.step_times.predict(tokens, 40 * tokens) for tokens in (64, 1))
+    prefill, decode = 64 * replica.step_times.predict(1, 40), 10 * replica.step_times.predict(1, 40)
     assert replica.compute_step_limit(0.01, budget) == pytest.approx(prefill)
     decoding.tokens.append(7)
     decoding.losses = 1  # it computes all tokens again
     assert replica.compute_step_limit(0.01, budget) == pytest.approx(prefill)
     decoding.losses = 0
     front._remove_request(leaving)
-    assert replica.compute_step_limit(0.01, 41) == pytest.approx(10 * replica.step_times.predict(41, 41 * 41))
+    assert replica.compute_step_limit(0.01, 41) == pytest.approx(41 * replica.step_times.predict(1, 41))
+    assert replica.compute_step_limit(0.01, 10) == pytest.approx(10 * replica.step_times.predict(10, 10 * 41))
     replica.take_report(report(0.040, 40, 820))
     # The message to cancel may have come too late for a step.
     assert replica.compute_step_limit(0.01, 41) > 1.5 * decode

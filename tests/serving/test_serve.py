@@ -154,10 +154,13 @@ def test_externally_started_ranks_serve(layout: str, ranks: int, stories: Path):
 def test_errors_before_a_rank_starts(stories: Path, tmp_path: Path, command_line: Callable[..., Any]):
     empty_keys = tmp_path / "keys"
     empty_keys.write_text("\n")
+    (tmp_path / "link").symlink_to(os.fsdecode(os.path.join(os.fsencode(tmp_path), b"caf\xe9")))
+    shutil.copytree(stories, (tmp_path / "link").readlink())
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         for arguments, reason in (
             ([tmp_path / "nothing"], "no such directory"),
+            ([tmp_path / "link"], r"caf\udce9' is not UTF-8"),
             ([stories, "--port", port], f"port {port} of 127.0.0.1 is in use"),
             ([stories, "--layout", "cp2"], "serving runs on"),
             ([stories, "--layout", "tp3"], "tp3 does not divide"),

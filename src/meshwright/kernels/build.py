@@ -42,6 +42,9 @@ FLAGS = (
 )
 
 
+_PREFIX = f"meshwright-kernels-{os.geteuid()}-"  # of directories of compiled kernels outside the cache
+
+
 class KernelsUnavailable(Exception):
     """Error: compiled kernels cannot be built or run on this machine. The message states the reason, in lower case and
     without a full stop."""
@@ -104,10 +107,16 @@ def compute_version(compiler: str, instruction_set: str) -> str:
     return digest.hexdigest()
 
 
-def get_temporary_directory() -> Path:
-    """Return the directory of compiled kernels where the cache directory cannot be written: this user's, in the
-    directory that the environment variable TMPDIR names, else in /tmp. It may not exist."""
-    return Path(os.environ.get("TMPDIR") or "/tmp") / f"meshwright-kernels-{os.geteuid()}"
+def list_directories() -> list[Path]:
+    """Return the directories that may have compiled kernels: the cache directory, and those that `build` has created
+    for this user where the cache could not be written. Directories with such names that others may write, or that
+    others have created, are left out."""
+    return [get_cache_directory(), *sorted(filter(_is_private, _get_temporary_root().glob(f"{_PREFIX}*")))]
+
+
+def _get_temporary_root() -> Path:
+    """Return the directory that the environment variable TMPDIR names, else /tmp."""
+    return Path(os.environ.get("TMPDIR") or "/tmp")
 
 
 def find_uncached(instruction_sets: Sequence[str]) -> list[str]:
@@ -122,7 +131,7 @@ def build(
 ) -> tuple[Path, str]:
     """Compile the kernels for `instruction_set` to a shared library, unless the cache has an undamaged one. Return
     (path of the library, its version from `compute_version`). Where the cache directory cannot be written, the library
-    is kept in `get_temporary_directory`.
+    is kept in a directory for temporary files whose random name nobody can occupy before (`list_directories` finds it).
 
     log: called with one line before and one after compiling, with one before waiting for another process that compiles,
     and for the first library with one if the cache directory cannot be written. count: (number, total) of this library
@@ -153,25 +162,21 @@ def format_instruction_set(name: str) -> str:
 
 def _find_library(version: str) -> Path | None:
     """Return the path of an undamaged library of `version` (from `compute_version`); None if there is none."""
-    directories = [get_cache_directory(), *filter(_is_private, [get_temporary_directory()])]
-    return next((path for path in (each / f"{version}.so" for each in directories) if _is_intact(path)), None)
+    return next((path for path in (each / f"{version}.so" for each in list_directories()) if _is_intact(path)), None)
 
 
 def _make_directory(log: Callable[[str], None]) -> Path:
-    """Create the cache directory and return its path. If it cannot be written, create the one for temporary files
-    instead, and call `log` with one line. Raises KernelsUnavailable if another user may write there."""
-    directory, temporary = get_cache_directory(), get_temporary_directory()
+    """Create the cache directory and return its path. If it cannot be written, return this user's directory for
+    temporary files instead, which is created if there is none, and call `log` with one line."""
+    directory, *others = list_directories()
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()
         return directory
     except OSError as error:
-        reason = f"{directory} cannot be written ({error.strerror})"
-    temporary.mkdir(mode=0o700, exist_ok=True)
-    if not _is_private(temporary):
-        raise KernelsUnavailable(f"{reason}, and other users may write to {temporary}")
-    log(f"{reason}: the compiled kernels are kept in {temporary}")
-    return temporary
+        temporary = others[0] if others else Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_get_temporary_root()))
+        log(f"{directory} cannot be written ({error.strerror}): the compiled kernels are kept in {temporary}")
+        return temporary
 
 
 def _is_private(directory: Path) -> bool:

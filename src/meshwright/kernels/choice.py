@@ -8,7 +8,6 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -76,9 +75,10 @@ def choose_instruction_set(log: Callable[[str], None] = lambda line: None) -> st
     "avx2". Raises `KernelsUnavailable` if no kernels can be built.
 
     If the processor has several instruction sets, the first call benchmarks their kernels and stores the result on
-    disk; with MESHWRIGHT_PROBE=0 nothing is measured, and the most capable instruction set is returned. An instruction
-    set named by the environment variable `INSTRUCTION_SET_VARIABLE` is returned instead; `UserError` if the processor
-    lacks the named one. log: called with lines before and after compiling.
+    disk; each call does where it cannot be stored. With MESHWRIGHT_PROBE=0 nothing is measured, and the most capable
+    instruction set is returned. An instruction set named by the environment variable `INSTRUCTION_SET_VARIABLE` is
+    returned instead; `UserError` if the processor lacks the named one. log: called with lines before and after
+    compiling, and one after a benchmark.
     """
     supported = build.list_supported_instruction_sets()
     if named := os.environ.get(INSTRUCTION_SET_VARIABLE):
@@ -97,10 +97,17 @@ def choose_instruction_set(log: Callable[[str], None] = lambda line: None) -> st
     key = {"processor": describe_processor(), "system": platform.release(), "versions": versions}
     stored = parse_measurement("kernels", key, dict)
     if stored is None or stored.get("instruction_set") not in supported:
-        seconds = measure_kernels(dict(_open_libraries(supported, log)))
+        libraries = dict(_open_libraries(supported, log))
+        began = time.perf_counter()
+        seconds = measure_kernels(libraries)
         stored = {"instruction_set": find_fastest(seconds), "seconds": seconds}
-        with suppress(OSError):  # if it cannot be stored, every start measures
+        again = "once for this version"
+        try:
             write_measurement("kernels", key, stored)
+        except OSError as error:
+            again = f"again at each start, as the result cannot be stored ({error.strerror})"
+        names = ", ".join(map(build.format_instruction_set, libraries))
+        log(f"measured the kernels for {names} in {time.perf_counter() - began:.1f} s, {again}")
     return str(stored["instruction_set"])
 
 

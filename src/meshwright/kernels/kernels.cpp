@@ -257,8 +257,7 @@ struct Pool {
                 run_.tile_tokens = std::max(run_.tile_tokens, run_.tiles.back().count);
                 run_.spans = std::max(run_.spans, step->positions[end - 1] / SPAN_TOKENS + 1);
             }
-        current_ = -1;
-        begin_next();
+        current_ = -1, begin_next();
         for (uint64_t seen; (seen = take_items(0)) & MASK;) wait_for_change(ranges_[0], seen);  // no items: all is done
         if (moves) sched_setaffinity(0, sizeof before, &before);
     }
@@ -330,8 +329,7 @@ struct Pool {
     }
 
     Run run_{};
-    long current_ = 0; uint64_t number_ = 0;
-    std::atomic<bool> stop_{false};
+    long current_ = 0; uint64_t number_ = 0; std::atomic<bool> stop_{false};
     std::atomic<uint64_t> most_{MOST_ITEMS};  // items that a thread takes at once
     alignas(64) std::atomic<uint64_t> left_{0};  // items of the current operation that are not counted yet
     alignas(64) std::vector<Range> ranges_;

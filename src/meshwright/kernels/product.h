@@ -34,9 +34,10 @@ INLINE Vec load_k(const Pairs* p, bool odd) {  // the even or the odd k
 }
 
 // sums[r][16 p ...] (+)= x[r][0 .. depth) times panel p, whose k-th row (pair of k for Pairs) is w[p] + k * stride.
-// `fresh`: sums are overwritten. Meanwhile it prefetches the panels `next`, or if `Far` is not 0, what is so many bytes
-// ahead in them, past the last cache (NTA): weights that are read once in a step would evict all else from it, such as
-// keys and values. Not inlined: what surrounds it would take registers from the sums.
+// `fresh`: sums are overwritten. Meanwhile it prefetches the panels `next`, or if `Far` is positive, what is so many
+// bytes ahead in them, past the last cache (NTA): weights that are read once in a step would evict all else from it,
+// such as keys and values. If `Far` is negative, nothing: a prefetch takes the turn of a load. Not inlined: what
+// surrounds it would take registers from the sums.
 template <class X, class W, int R, int P, long Far>
 [[gnu::noinline]] static void multiply_tile(const X* const* x, const W* const* w, const W* const* next, long stride,
                                             long depth, float* sums, long columns, bool fresh) {
@@ -45,7 +46,8 @@ template <class X, class W, int R, int P, long Far>
     for (long k = 0; k < depth; k += 1 + pairs) {
         // After an odd k panels and rounded rows have a 0.
         const long at = k / (1 + pairs) * stride, second = std::min(k + 1, depth - 1);
-        UNROLL for (int p = 0; p < P; ++p) _mm_prefetch((char*)(next[p] + at) + Far, Far ? _MM_HINT_NTA : _MM_HINT_T1);
+        UNROLL for (int p = 0; p < P && Far >= 0; ++p)
+            _mm_prefetch((char*)(next[p] + at) + Far, Far ? _MM_HINT_NTA : _MM_HINT_T1);
         UNROLL for (int p = 0; p < P; ++p) {
 #ifdef __AVX512BF16__  // VDPBF16PS adds x[0] times the even and x[1] times the odd k
             if constexpr (pairs && std::is_same_v<X, bfloat16>) {
@@ -72,7 +74,7 @@ template <class X, class W, int R, int P, long Far>
 }
 
 // The same for any number of rows, in tiles of nearly equal height (at most R), and of panels, which stay in the first
-// cache for all rows. A tile takes at most `Panels` panels; the first tiles prefetch the panels `next`.
+// cache for all rows. A tile takes at most `Panels` panels; the first tile of rows prefetches the panels `next`.
 template <int Panels, class X, class W, long Far = 0, int R = TILE_ROWS<W>> static void multiply(
     const X* const* x, long rows, const W* const* w, const W* const* next, long panels, long stride, long depth,
     float* sums, long columns, bool fresh = false) {
@@ -82,9 +84,10 @@ template <int Panels, class X, class W, long Far = 0, int R = TILE_ROWS<W>> stat
         for (long n; (n = rows - end) >= R && (n - 1) / ((n - 1) / TILE_ROWS<W> + 1) + 1 == R;) end += R;
         for (long p = 0, count; end && p < panels; p += count) {
             count = p + most <= panels ? most : 1;
-            const auto tile = count > 1 ? multiply_tile<X, W, R, most, Far> : multiply_tile<X, W, R, 1, Far>;
+            const auto top = count > 1 ? multiply_tile<X, W, R, most, Far> : multiply_tile<X, W, R, 1, Far>;
+            const auto low = count > 1 ? multiply_tile<X, W, R, most, -1> : top;
             for (long r = 0; r < end; r += R)
-                tile(x + r, w + p, (r ? w : next) + p, stride, depth, sums + r * columns + p * LANES, columns, fresh);
+                (r ? low : top)(x + r, w + p, next + p, stride, depth, sums + r * columns + p * LANES, columns, fresh);
         }
         multiply<Panels, X, W, Far, R - 1>(x + end, rows - end, w, end ? w : next, panels, stride, depth,
                                            sums + end * columns, columns, fresh);

@@ -11,6 +11,7 @@ from functools import partial
 from inspect import isawaitable
 from typing import Any, TypeVar
 
+from prometheus_client import generate_latest
 from pydantic_core import to_json
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -76,7 +77,7 @@ class HttpApp:
             "/tokenizer_info": lambda _: self._show_tokenizer(),
             "/health": lambda _: self._report_state("ready", "draining"),
             "/ready": lambda _: self._report_state("ready"),
-            "/metrics": lambda _: Response(self.metrics.format_page(), media_type=PROMETHEUS),
+            "/metrics": lambda _: Response(generate_latest(self.metrics.registry), media_type=PROMETHEUS),
         }
         document = describe_api(settings.model, {path: body for path, (body, _) in posts.items()}, gets)
         gets["/openapi.json"] = lambda _: document

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from meshwright.serving.choices import Choice, Piece
@@ -53,15 +53,15 @@ _HISTOGRAMS = (
 
 class ServingMetrics:
     """Prometheus metrics of a server: counters and histograms of requests, and figures of the engine `client`, read
-    when the page is requested. model: value of the label `model_name`."""
+    when the page is requested. model: value of the label `model_name`. Attribute `registry`: all metrics."""
 
     def __init__(self, client: Replicas, model: str) -> None:
         """Register all metrics in a new registry; arguments: see the class."""
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self._client, self._model = client, model
-        self._registry.register(self)
+        self.registry.register(self)
         self._histograms = {
-            name: Histogram(PREFIX + name, text, ["model_name"], registry=self._registry, buckets=buckets).labels(model)
+            name: Histogram(PREFIX + name, text, ["model_name"], registry=self.registry, buckets=buckets).labels(model)
             for name, buckets, text in _HISTOGRAMS
         }
         self._prompt_tokens = self._add_counter("prompt_tokens", "Prompt tokens of finished sequences.").labels(model)
@@ -72,7 +72,7 @@ class ServingMetrics:
     def _add_counter(self, name: str, text: str, *labels: str) -> Counter:
         """Register and return the Prometheus counter `name` (without the common prefix) with the description `text`.
         labels: names of the counter's labels besides `model_name`."""
-        return Counter(PREFIX + name, text, ["model_name", *labels], registry=self._registry)
+        return Counter(PREFIX + name, text, ["model_name", *labels], registry=self.registry)
 
     def observe(self, choice: Choice, piece: Piece, known: int, before: float) -> None:
         """Record the tokens and latencies of a new piece of a choice (an API answer). known, before: the choice's
@@ -107,10 +107,6 @@ class ServingMetrics:
     def refuse(self, reason: str) -> None:
         """Count an HTTP request that was not queued. reason: label, such as "requests" or "connections"."""
         self._refused.labels(self._model, reason).inc()
-
-    def format_page(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's metrics with their present values, read from `Replicas.stats`, one time series per replica

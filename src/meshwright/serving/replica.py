@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwright.serving.admission import AnswerLengthRatio
 from meshwright.serving.request import Output, Request
-from meshwright.serving.speed import FORGETTING, StepTimes, Work
+from meshwright.serving.speed import StepTimes, Work
 from meshwright.spec.block_tables import BLOCK_TOKENS
 
 COUNTERS = ("pauses", "prefix_queries", "prefix_hits", "kernel_seconds")
@@ -24,10 +24,8 @@ PREDICTION_SECONDS, PREDICTION_SHARE = 0.02, 0.02
 MAX_PREDICTED = 256
 """Number of ends that are predicted one by one; the time of more is proportional to their number."""
 
-TIMES_PREDICTED, TIMES_MEASURED = 10.0, 4.0
-"""Multiple of its predicted time up to which a step does not count as hanging; multiple of the tokens and keys of the
-largest recent step up to which a prediction is trusted, far below the former, as times are at most proportional to
-both."""
+TIMES_PREDICTED = 10.0
+"""Multiple of its predicted time up to which a step does not count as hanging."""
 FIRST_STEP_SECONDS = 60.0
 """Least time limit of a step while no step has been measured."""
 MAX_DOUBLINGS = 4
@@ -82,6 +80,7 @@ class Replica:
             them.
         last_message: Time of the last message from its ranks, in seconds of `time.monotonic`.
         silent: Seconds since then in which it had requests and this process ran.
+        asleep: Seconds for which all of its ranks have slept or been stopped while it had requests.
         report: Figures of its last step, from `Engine.report`.
         totals: {name: sum since the server's start}. Figures that `report` counts too (`COUNTERS`), such as
             prefix-cache hits, are summed here over earlier starts of the ranks only; `stats` adds the count of the
@@ -89,8 +88,6 @@ class Replica:
         cached_hashes: Hashes of KV blocks that its prefix cache probably holds, the least recently used first (keys;
             values None).
         step_times: Predictor of step times.
-        most_tokens, most_keys: Largest number of tokens, and of keys (`StepTimes`), of a measured step, multiplied by
-            `FORGETTING` for each later step, as `step_times` forgets steps.
         answer_lengths: Predictor of answer lengths.
         starts: Number of starts of its ranks that have ended.
         hangs: Number of times that a step exceeded its time limit since the last completed step.
@@ -104,7 +101,6 @@ class Replica:
         self.index, self.groups, self.starts, self.hangs = index, groups, 0, 0
         self.totals: defaultdict[str, float] = defaultdict(float)
         self.step_times, self.answer_lengths, self.lost_since = StepTimes(), AnswerLengthRatio(), math.inf
-        self.most_tokens = self.most_keys = 0.0
         self._reset_start()
 
     def _reset_start(self) -> None:
@@ -117,7 +113,8 @@ class Replica:
         self.report: dict[str, Any] = {}
         self.lost: asyncio.Future[str] | None = None
         self.ready, self.has_served, self.ready_since = False, False, math.inf
-        self.last_message = self.silent = 0.0
+        self.last_message = self.silent = self.asleep = 0.0
+        self._sleeps = list[str]()  # of its ranks, when they were looked at last
         self._valid = -math.inf  # end of the time in which a prediction is reused
         self._ends = list[float]()  # the prediction
 
@@ -150,8 +147,13 @@ class Replica:
             self.totals["step_seconds"] += seconds
             self.totals["predicted_seconds"] += self.step_times.predict(tokens, keys)
             self.step_times.observe(seconds, tokens, keys)
-            self.most_tokens = max(FORGETTING * self.most_tokens, tokens)
-            self.most_keys = max(FORGETTING * self.most_keys, keys)
+
+    def add_sleep(self, sleeps: list[str], seconds: float) -> float:
+        """Add `seconds` to `asleep` if all ranks have slept since the last call, else set it to 0; return it. sleeps:
+        result of `read_sleep` for each rank; empty if the ranks cannot be looked at."""
+        self.asleep = self.asleep + seconds if sleeps == self._sleeps and sleeps and all(sleeps) else 0.0
+        self._sleeps = sleeps
+        return self.asleep
 
     def stats(self) -> dict[str, float]:
         """Return the replica's figures by name; a missing key counts as 0.
@@ -193,23 +195,23 @@ class Replica:
         return self._ends
 
     def compute_step_limit(self, seconds: float, budget: int) -> float:
-        """Return the time limit of the present step in seconds, above which the replica counts as hanging. The limit is
-        the largest of three times: (1) `seconds` (`FIRST_STEP_SECONDS` if that is longer and no step has been
-        measured), doubled for each hang since the last completed step, at most `MAX_DOUBLINGS` times; (2) ten times the
-        predicted time of the longest step that the requests may need now: a token of each that decodes, and the prompts
-        of the others; (3) the predicted time of computing the same tokens in steps of one token, because the prediction
-        (2) may be wrong for a step of more than `TIMES_MEASURED` times `most_tokens` or `most_keys`. budget: maximum
-        number of tokens of a step."""
+        """Return the time limit of the present step in seconds, above which the replica counts as hanging even if its
+        ranks compute. The limit is the largest of three times: (1) `seconds` (`FIRST_STEP_SECONDS` if that is longer
+        and no step has been measured), doubled for each hang since the last completed step, at most `MAX_DOUBLINGS`
+        times; (2) ten times the predicted time of the longest step that the requests may need now: a token of each that
+        decodes, and the prompts of the others; (3) the predicted time of computing the same tokens in steps of one
+        token, because prediction (2) is wrong while no step of as many tokens is remembered. budget: maximum number of
+        tokens of a step."""
         streams = [*self.streams.values(), *chain(*self.removed)]
         known = [(each, len(each.request.tokens) + len(each.tokens)) for each in streams]
         # Of a request that does not decode yet, all tokens may be still to be computed.
         tokens = min(budget, sum(1 if each.tokens and not each.losses else count for each, count in known))
         longest = max((count for _, count in known), default=0)
-        unlike = tokens > TIMES_MEASURED * self.most_tokens or tokens * longest > TIMES_MEASURED * self.most_keys
+        alone = self.step_times.predict(1, longest)
         return max(
-            (seconds if self.most_tokens else max(seconds, FIRST_STEP_SECONDS)) * 2.0 ** min(self.hangs, MAX_DOUBLINGS),
+            (seconds if alone else max(seconds, FIRST_STEP_SECONDS)) * 2.0 ** min(self.hangs, MAX_DOUBLINGS),
             TIMES_PREDICTED * self.step_times.predict(tokens, tokens * longest),
-            unlike * tokens * self.step_times.predict(1, longest),
+            tokens * alone,
         )
 
     def _estimate_work(self, stream: Stream, done: int) -> Work:

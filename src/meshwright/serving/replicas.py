@@ -1,8 +1,7 @@
 """Replicas of a server: dispatch of requests to them, and recovery after a lost rank.
 
-Each replica is a group of rank processes (`ranks.py`). When one of them ends or a step takes too long, all ranks of the
-replica are started again and its requests continue: their tokens so far are replayed, which gives the same state bit
-for bit. Free of torch."""
+Each replica is a group of rank processes (`ranks.py`). When one ends or a step hangs, all of them are started again and
+replay the tokens of unfinished requests, which gives the same state bit for bit. Free of torch."""
 
 from __future__ import annotations
 
@@ -18,6 +17,7 @@ from pydantic_core import from_json
 
 from meshwright.errors import MeshwrightError, RankLost, UserError
 from meshwright.layout import Layout
+from meshwright.processes import read_sleep
 from meshwright.serving import messages
 from meshwright.serving.blocks import HashChain
 from meshwright.serving.messages import Message
@@ -41,8 +41,10 @@ STEADY_SECONDS = 60.0
 """Seconds of being ready after which a loss does not count as consecutive."""
 STOP_SECONDS = 2.0
 """Seconds that ranks get to exit by themselves when the server ends."""
-LOOK_SECONDS = 0.5
-"""Longest interval in seconds between checks for steps that take too long."""
+LOOK_SECONDS = 0.4
+"""Interval in seconds between checks for steps that hang."""
+SLEEP_SECONDS = 1.2
+"""Seconds for which all ranks of a replica with requests may sleep; with an interval before it less than 2 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +184,7 @@ class Replicas:
         listener = messages.Listener(self._host, self.plan.secret)
         self._server = await listener.serve(self._listen_to_rank)
         self.plan = replace(self.plan, front=listener.address)
-        self._tasks = [asyncio.create_task(self._supervise(replica)) for replica in self._replicas]
-        self._tasks.append(asyncio.create_task(self._watch_steps()))
+        self._tasks = [*map(asyncio.create_task, (*map(self._supervise, self._replicas), self._watch_steps()))]
         await self._wait_for_state(lambda: all(replica.ready for replica in self._replicas))
         if self.failure is not None:
             raise self.failure
@@ -203,9 +204,7 @@ class Replicas:
             self._send_message(replica, {"stop": True})
         if any(replica.ready for replica in self._replicas):
             await asyncio.wait(self._tasks[:-1], timeout=STOP_SECONDS)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_tasks(*self._tasks)
         self._mark_failed(self.failure or RankLost("the server has ended"))
         if self._server is not None:
             self._server.close()
@@ -219,9 +218,9 @@ class Replicas:
     # --- supervision
 
     async def _supervise(self, replica: Replica) -> None:
-        """Start a replica's ranks, and restart them whenever they end, until the engine has failed. Mark the engine as
-        failed if ranks end during the server's start or because of a UserError, or end `LOSSES_OF_REPLICA` times in a
-        row; the count begins anew if the replica generated a token or was ready for `STEADY_SECONDS`."""
+        """Start a replica's ranks, and restart them whenever they end, until the engine has failed: if ranks end during
+        the server's start or because of a UserError, or end `LOSSES_OF_REPLICA` times in a row. The count begins anew
+        if the replica generated a token or was ready for `STEADY_SECONDS`."""
         losses = 0
         while True:
             error = await self._run_once(replica)
@@ -258,8 +257,7 @@ class Replicas:
             self._log("".join(traceback.format_exception(error)))
             return RankLost(f"{type(error).__name__}: {error}")
         finally:
-            ranks.cancel()
-            await asyncio.gather(ranks, return_exceptions=True)
+            await cancel_tasks(ranks)
             replica.starts += 1
         return RankLost(replica.lost.result() if replica.lost.done() else "its ranks have ended")
 
@@ -276,16 +274,18 @@ class Replicas:
                 self._dispatch(stream)
 
     async def _watch_steps(self) -> None:
-        """Loop that marks a replica as lost if it has requests but reported no step within its time limit
-        (`Replica.compute_step_limit`, at least the plan's `step_seconds`)."""
+        """Mark each replica with requests as lost whose ranks, on this machine, all sleep for `SLEEP_SECONDS`, or whose
+        step takes longer than `Replica.compute_step_limit` and the plan's `step_seconds`. Never returns."""
         seconds, budget = self.plan.step_seconds, self.plan.sizes.token_budget
-        interval = min(LOOK_SECONDS, seconds / 4)
         while True:
-            await asyncio.sleep(interval)
+            await asyncio.sleep(LOOK_SECONDS)
             for each in self._replicas:
                 if each.ready and each.streams:
-                    each.silent += interval  # without the time for which this process was stopped
-                    if each.silent > seconds and each.silent > each.compute_step_limit(seconds, budget):
+                    each.silent += LOOK_SECONDS  # without the time for which this process was stopped
+                    ranks = [] if self._host else [self.hellos[each.index, rank]["pid"] for rank in each.peers]
+                    if each.add_sleep(list(map(read_sleep, ranks)), LOOK_SECONDS) >= SLEEP_SECONDS:
+                        each.mark_lost(f"all of its ranks slept or were stopped for {each.asleep:.3g} s in a step")
+                    elif each.silent > seconds and each.silent > each.compute_step_limit(seconds, budget):
                         each.hangs += 1
                         each.mark_lost(f"no step within {each.silent:.3g} s")
 
@@ -390,3 +390,10 @@ class Replicas:
             self._remove_request(stream)
             stream.on_output(RankLost(str(error)))
         self._changed.set()
+
+
+async def cancel_tasks(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel the tasks and wait until they have ended; their exceptions are ignored."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -27,14 +27,8 @@ class InvalidLogits(MeshwrightError):
     """Error: a model computed NaN or infinite logits, because of damaged weights or a fault of the engine."""
 
 
-def _to_python_integer(value: object) -> object:
-    """Convert a NumPy integer to a Python one, as pydantic in strict mode takes no other; return any other value as it
-    is."""
-    return int(value) if isinstance(value, np.integer) else value
-
-
-# Ranges of the options, for engine and API.
-AcceptNumpy = BeforeValidator(_to_python_integer)
+# Ranges of the options, for engine and API. In strict mode pydantic takes no integers of NumPy.
+AcceptNumpy = BeforeValidator(lambda value: int(value) if isinstance(value, np.integer) else value)
 Integer = Annotated[int, AcceptNumpy]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]  # without conversion, as bodies have many in their prompts
 TokenCount = Annotated[Integer, Field(ge=0, le=2**30)]

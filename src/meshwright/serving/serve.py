@@ -31,7 +31,7 @@ from meshwright.names import check_options
 from meshwright.planner.serving.ledger import ServingLedger, ServingSizes, bill_text, parse_dtype
 from meshwright.serving.memory import DEFAULT_FRACTION, plan_memory
 from meshwright.serving.rank_starter import JoinedStarter, LocalStarter, RankPlan
-from meshwright.serving.replicas import Replicas
+from meshwright.serving.replicas import Replicas, cancel_tasks
 from meshwright.serving.waiting_line import QueueLimits
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_path
@@ -68,8 +68,8 @@ class ServeOptions(TypedDict, total=False):
         queue_requests: Maximum number of requests that wait; default 512.
         queue_seconds: Maximum predicted seconds that a request waits; default 120.
         threads: Kernel threads of each rank; default: the machine's cores divided by its ranks.
-        step_seconds: Maximum seconds of a step, above which the replica counts as lost; default 60. For steps with a
-            long predicted time the maximum is ten times the predicted time.
+        step_seconds: Maximum seconds of a step that computes, above which the replica counts as lost; default 60, more
+            for steps with a long predicted time. A step in which all ranks sleep is lost within 2 s.
         drain_seconds: Maximum seconds that unfinished requests get after a signal; default 60.
     """
 
@@ -173,8 +173,7 @@ def serve(
                 on_ready({"url": url, "model": name, **about, "memory": memory, "seconds_to_ready": seconds})
                 return await serve_http(app, listener, replicas, signals, given.get("drain_seconds", 60.0))
             finally:
-                starting.cancel()
-                await asyncio.gather(starting, return_exceptions=True)
+                await cancel_tasks(starting)
                 await replicas.close()
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -223,6 +222,8 @@ def _check_model(
     if missing := [name for name in EXTRA if importlib.util.find_spec(name) is None]:
         raise UserError(f'serving needs {", ".join(missing)}: run pip install "meshwright[serve]"')
     checkpoint = find_checkpoint(path, log, check_hashes=False)
+    if any("\ud800" <= letter <= "\udfff" for letter in str(checkpoint.resolve())):  # as Python decodes other bytes
+        raise UserError(f"{str(checkpoint.resolve())!a} is not UTF-8: rename the directory")
     config = config_from_path(checkpoint)
     reading, hosts = serving_layout(layout, config), 1
     if info is not None:

@@ -18,7 +18,7 @@ from meshwright.serving.metrics import ServingMetrics
 from meshwright.serving.protocol.answers import END_OF_STREAM
 from meshwright.serving.protocol.errors import FAILED_ENDS, ApiError, make_refusal_error, to_api_error
 from meshwright.serving.protocol.jobs import Job
-from meshwright.serving.replicas import Replicas
+from meshwright.serving.replicas import Replicas, cancel_tasks
 from meshwright.serving.request import Output, Request
 from meshwright.serving.waiting_line import Ticket
 
@@ -53,7 +53,7 @@ class JobRunner:
                 raise ClientLeft
             run.result()
         finally:
-            await _cancel_tasks(run, left)
+            await cancel_tasks(run, left)
         return job.formatter.format_answer(job.choices, [Piece.join(each) for each in pieces])
 
     def check_queue(self, requests: Sequence[Request], ticket: Ticket) -> None:
@@ -166,7 +166,7 @@ class EventStream(Response):
                 await self._news.wait()
                 self._news.clear()
         finally:
-            await _cancel_tasks(run, left)
+            await cancel_tasks(run, left)
             for timer in timers:
                 timer.cancel()
 
@@ -195,10 +195,3 @@ async def _wait_until_left(receive: Receive) -> None:
     """Wait until the client has closed the connection. receive: ASGI's receive function."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _cancel_tasks(*tasks: asyncio.Future[None]) -> None:
-    """Cancel the tasks and wait until they have ended; their exceptions are ignored."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
