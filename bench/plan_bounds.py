@@ -75,31 +75,44 @@ def _properties(one: Run, seconds: float) -> StepProperties:
 
 
 def fit_quantile(properties: np.ndarray, errors: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return the coefficients b [properties], none negative, with which x b is the quantile (1 + `COVERED`) / 2 of the
-    errors: quantile regression (Koenker and Bassett 1978) by iteratively reweighted least squares, with the penalty
-    `RIDGE` on all but the first coefficient. No difficulty makes a bound narrower.
+    """Return the coefficients b [fits, properties], none negative, with which x b is the quantile (1 + `COVERED`) / 2
+    of the errors: quantile regression (Koenker and Bassett 1978) by iteratively reweighted least squares, with the
+    penalty `RIDGE` on all but the first coefficient. No difficulty makes a bound narrower.
 
-    properties: x [runs, properties], 1 in the first column; errors [runs]; weights [runs], of sum 1."""
+    properties: x [runs, properties], 1 in the first column; errors [runs]; weights [fits, runs], of each fit of sum 1
+    and 0 for runs that it leaves out."""
     quantile = (1 + COVERED) / 2
-    penalty = RIDGE * np.eye(properties.shape[1])
+    fits, size = len(weights), properties.shape[1]
+    penalty = RIDGE * np.eye(size)
     penalty[0, 0] = 0.0
-    found = np.zeros(properties.shape[1])
+    products = (properties[:, :, None] * properties[:, None, :]).reshape(len(properties), -1)
+    found, open_fits = np.zeros((fits, size)), np.arange(fits)
     for _ in range(60):
-        rest = errors - properties @ found
-        steep = weights * np.where(rest > 0, quantile, 1 - quantile) / np.maximum(np.abs(rest), LEAST)
-        curvature, target = properties.T @ (steep[:, None] * properties) + penalty, properties.T @ (steep * errors)
-        before, free = found, np.ones(len(found), bool)
-        while True:  # leaves out one negative coefficient after another; the first, which stays, is raised below
-            found = np.zeros(len(found))
-            found[free] = np.linalg.solve(curvature[np.ix_(free, free)], target[free])
-            worst = 1 + int(np.argmin(found[1:]))
-            if found[worst] >= 0:
-                break
-            free[worst] = False
-        if np.abs(found - before).max() < 1e-4:
+        rest = errors - found[open_fits] @ properties.T
+        steep = weights[open_fits] * np.where(rest > 0, quantile, 1 - quantile) / np.maximum(np.abs(rest), LEAST)
+        curvature = (steep @ products).reshape(-1, size, size) + penalty
+        after = _solve_without_negative(curvature, (steep * errors) @ properties)
+        moved = np.abs(after - found[open_fits]).max(axis=1)
+        found[open_fits] = after
+        open_fits = open_fits[moved >= 1e-4]
+        if not len(open_fits):
             break
-    found[0] = max(found[0], LEAST)
+    found[:, 0] = np.maximum(found[:, 0], LEAST)
     return found
+
+
+def _solve_without_negative(matrices: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Return solutions [fits, size] of `matrices` [fits, size, size] x = `targets` [fits, size], in which the most
+    negative coefficient is set to 0 until none but the first is negative; `fit_quantile` raises the first."""
+    free = np.ones(targets.shape, bool)
+    while True:
+        kept = np.where(free[:, :, None] & free[:, None, :], matrices, np.eye(targets.shape[1]))
+        found = np.linalg.solve(kept, np.where(free, targets, 0.0)[..., None])[..., 0]
+        worst = 1 + np.argmin(found[:, 1:], axis=1)
+        negative = np.flatnonzero(found[np.arange(len(found)), worst] < 0)
+        if not len(negative):
+            return found
+        free[negative, worst[negative]] = False
 
 
 class Errors:
@@ -107,36 +120,40 @@ class Errors:
 
     def __init__(self, pairs: list[Pair]) -> None:
         self.asked = [request(one, step) for one, step in pairs]
+        self.architectures = np.array([each.architecture for each in self.asked])
         self.logarithms = np.array([math.log(one.seconds / step.seconds) for one, step in pairs])
         self.projects = np.array([project(one) for one, _ in pairs])
         self.weighed = np.array([f"{project(one)}, {bool(one.config.experts)}" for one, _ in pairs])
-        self._properties: dict[tuple[str, ...], np.ndarray] = {}
 
     def fit(self, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return what the runs `chosen` [runs] give: the coefficients of the lower and the upper bound, and the
-        properties [runs, properties] of all runs, of which the devices are known from those chosen alone."""
-        known = _known({(each.architecture, whose) for each, whose in self._members(chosen)})
-        if known not in self._properties:
+        """Return what each set of runs `chosen` [fits, runs] gives: the coefficients [fits, properties] of the lower
+        and the upper bound, and the properties [fits, runs, properties] of all runs, of which the devices are known
+        from those chosen alone."""
+        weights = np.zeros(chosen.shape)
+        alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
+        for number, each in enumerate(chosen):
+            runs_of = Counter(self.weighed[each])
+            weights[number, each] = [1 / runs_of[which] / len(runs_of) for which in self.weighed[each]]
+            alike[_known(set(zip(self.architectures[each], self.projects[each], strict=True)))].append(number)
+        fitted: dict[int, tuple[np.ndarray, ...]] = {}
+        for known, numbers in alike.items():
             values = (each.measure_difficulty(known).values() for each in self.asked)
-            self._properties[known] = np.array([list(each) for each in values])
-        properties = self._properties[known]
-        runs_of = Counter(self.weighed[chosen])
-        weights = np.array([1 / runs_of[which] / len(runs_of) for which in self.weighed[chosen]])
-        errors = self.logarithms[chosen]
-        below, above = (fit_quantile(properties[chosen], sign * errors, weights) for sign in (-1, 1))
+            properties = np.array([list(each) for each in values])
+            sides = (fit_quantile(properties, sign * self.logarithms, weights[numbers]) for sign in (-1, 1))
+            for number, below, above in zip(numbers, *sides, strict=True):
+                fitted[number] = below, above, properties
+        below, above, properties = map(np.array, zip(*(fitted[number] for number in range(len(chosen))), strict=True))
         return below, above, properties
-
-    def _members(self, chosen: np.ndarray) -> Iterator[tuple[StepProperties, str]]:
-        return ((self.asked[number], str(self.projects[number])) for number in np.flatnonzero(chosen))
 
     def score(self) -> list[tuple[str, float]]:
         """Return project and score of each run: by how much the logarithms of the bounds that all other projects' runs
         give have to be multiplied to hold it. Empty if there is one project only."""
-        found: list[tuple[str, float]] = []
         names = sorted(set(self.projects))
-        for whose in names if len(names) > 1 else ():
-            out = self.projects == whose
-            below, above, properties = self.fit(~out)
+        if len(names) < 2:
+            return []
+        left_out = np.array([self.projects == whose for whose in names])
+        found: list[tuple[str, float]] = []
+        for whose, out, below, above, properties in zip(names, left_out, *self.fit(~left_out), strict=True):
             errors = self.logarithms[out]
             scores = np.maximum(-errors / (properties[out] @ below), errors / (properties[out] @ above))
             found += [(whose, float(score)) for score in scores]
@@ -148,7 +165,7 @@ def spreads(pairs: list[Pair]) -> dict[str, dict[str, float]]:
     by one factor so that bounds hold the runs of projects to which they were not fitted, and rounded up."""
     errors = Errors(pairs)
     factor = conformal_factor(errors.score())
-    below, above, _ = errors.fit(np.ones(len(pairs), bool))
+    (below,), (above,), _ = errors.fit(np.ones((1, len(pairs)), bool))
     names = errors.asked[0].measure_difficulty(())
     found = {}
     for side, each in (("below", below), ("above", above)):

@@ -21,10 +21,12 @@ import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from meshwright.comm import local
+from meshwright.layout import Layout
 from meshwright.processes import die_with_parent
 
 
@@ -140,12 +142,23 @@ class ForkedPython:
 
 STARTING = ("meshwright.launcher.started_rank", "meshwright.tuning.trial_run")
 """Modules that start processes which load torch."""
+PRELOADED = ("meshwright.cli.main", "meshwright.cli.train", "numpy.ma")
+"""Modules that commands and training load when they begin."""
 
 
 def install() -> None:
-    """Make the server of local ranks fork commands, too."""
-    for name in STARTING:
+    """Make the server of local ranks fork commands, too. Its processes time smaller matrix products than users' do, for
+    MFU: those of a user take a rank as long as some twenty steps of these models."""
+    from meshwright.planner.memory.ledger import ledger
+    from meshwright.probe import matmul
+    from meshwright.spec.presets import preset
+    from meshwright.training import device_peak
+
+    ledger(preset("llama-tiny"), Layout(), batch=1, sequence=8)  # reads the planner's tables, which a run predicts by
+    for name in (*STARTING, *PRELOADED):
         importlib.import_module(name)
+    matmul.SHAPES = matmul.DECIDING_SHAPES[:1]
+    device_peak.measure_matmul_rate = partial(matmul.measure_matmul_rate, seconds=0.0)
     run_rank = local._run_rank_process
 
     def run(rank: int, settings: Any) -> None:

@@ -18,8 +18,6 @@ from meshwright.spec.config_json import config_from_path
 from meshwright.spec.parameters import parameter_table
 from tests.adapters.adapter_cases import adapted, backward_of_peft, batch, small, write_base
 
-peft = pytest.importorskip("peft")
-
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("llama-3-8b", {"targets": ("q_proj", "v_proj", "down_proj")}),
     "rslora, all layers, query and key norms": ("qwen3-0.6b", {"kind": "rslora"}),
@@ -27,6 +25,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lora, transposed weights and biases": ("gpt2", {}),
     "dora, transposed weights and biases": ("gpt2", {"kind": "dora"}),
 }
+
+
+@pytest.fixture(autouse=True)
+def peft() -> Any:
+    """PEFT, which takes seconds to import: every worker imports this module, one of them runs its tests."""
+    return pytest.importorskip("peft")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -62,7 +66,7 @@ def test_gradients_and_merged_weights_match_peft(case: str, tmp_path: Path, wide
         torch.testing.assert_close(files.read(key), merged[key], rtol=1e-11, atol=1e-12)
 
 
-def test_directory_written_by_peft_is_read(tmp_path: Path):
+def test_directory_written_by_peft_is_read(tmp_path: Path, peft: Any):
     write_base(tmp_path / "base", small())
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     settings = peft.LoraConfig(r=2, lora_alpha=3, target_modules=["k_proj", "up_proj"], task_type="CAUSAL_LM")

@@ -34,14 +34,29 @@ def test_fit_recovers_how_errors_grow(seed: int, monkeypatch: pytest.MonkeyPatch
     chosen = np.random.default_rng(seed)
     properties = np.column_stack([np.ones(20000), chosen.uniform(0, 3, 20000), chosen.integers(0, 2, 20000)])
     errors = chosen.exponential(properties @ [0.2, 0.1, 0.3])
-    found = plan_bounds.fit_quantile(properties, errors, np.full(20000, 1 / 20000))
+    equal = np.full((1, 20000), 1 / 20000)
+    [found] = plan_bounds.fit_quantile(properties, errors, equal)
     assert found == pytest.approx(np.array([0.2, 0.1, 0.3]) * math.log(20), rel=0.25)
     assert (errors <= properties @ found).mean() == pytest.approx(0.95, abs=0.01)
-    easier = plan_bounds.fit_quantile(properties * [1, -1, 1], errors, np.full(20000, 1 / 20000))
+    [easier] = plan_bounds.fit_quantile(properties * [1, -1, 1], errors, equal)
     assert easier[1] == 0 and easier[0] > found[0]  # no difficulty makes a bound narrower
     monkeypatch.setattr(plan_bounds, "RIDGE", 0.05)
-    penalised = plan_bounds.fit_quantile(properties, errors, np.full(20000, 1 / 20000))
+    [penalised] = plan_bounds.fit_quantile(properties, errors, equal)
     assert (penalised[1:] < found[1:]).all() and penalised[0] > found[0]
+
+
+def test_fits_of_several_sets_of_runs_are_those_of_each_alone():
+    """Of which some need more iterations, and some leave out a coefficient that would be negative."""
+    chosen = np.random.default_rng(0)
+    properties = np.column_stack([np.ones(200), chosen.uniform(0, 3, (200, 3)) * [1, 0.1, 5]])
+    errors = chosen.standard_t(2, 200)
+    weights = chosen.integers(0, 2, (12, 200)).astype(float)
+    weights /= weights.sum(axis=1, keepdims=True)
+    together = plan_bounds.fit_quantile(properties, errors, weights)
+    for found, each in zip(together, weights, strict=True):
+        rows = each > 0
+        assert found == pytest.approx(plan_bounds.fit_quantile(properties[rows], errors[rows], each[None, rows])[0])
+    assert (together == 0).any() and (together[:, 1:] > 0).any()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -166,9 +181,9 @@ def test_bounds_of_a_project_do_not_depend_on_its_runs():
     whose = plan_bounds.project(pairs[0][0])
     errors = plan_bounds.Errors(pairs)
     chosen = errors.projects != whose
-    before, score = errors.fit(chosen)[:2], dict(errors.score())
+    before, score = errors.fit(chosen[None])[:2], dict(errors.score())
     errors.logarithms[~chosen] += 0.5 * np.sign(errors.logarithms[~chosen])
-    after = errors.fit(chosen)[:2]
+    after = errors.fit(chosen[None])[:2]
     assert all(np.array_equal(one, other) for one, other in zip(before, after, strict=True))
     assert dict(errors.score())[whose] > score[whose] + 0.5
 
