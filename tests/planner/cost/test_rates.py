@@ -201,4 +201,8 @@ def test_unmeasured_device_has_rates_of_its_architecture():
     assert share_of_peak(h100, "fp8") == pytest.approx(0.85 * 1453.4 / 1979)
     assert not other.measured and share_of_peak(other, "bf16") == pytest.approx(0.85 * 794.5 / 989, rel=0.03)
     assert share_of_peak(other, "fp8") == pytest.approx(0.85 * 1453.4 / 1979, rel=0.03)  # a smaller share in 8 bits
+    # Of GH200 in nodes of four only bf16 was measured: fp8 loses what it loses on H100.
+    superchip, eight_to_sixteen = of("gh200-quad").device, (1453.4 / 1979) / (794.5 / 989)
+    assert share_of_peak(superchip, "fp8") == pytest.approx(0.85 * 680 / 989 * eight_to_sixteen)
+    assert share_of_peak(of("mi300x").device, "fp8") == share_of_peak(of("mi300x").device, "bf16")  # of no CDNA device
     assert share_of_peak(of("v100").device, "fp16") == 0.74

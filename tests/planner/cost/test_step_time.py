@@ -356,6 +356,17 @@ def test_parameters_kept_through_a_pipeline_are_gathered_once():
     assert alone[0] == alone[1]
 
 
+def test_gathered_parameters_are_copied_before_forward_and_backward():
+    """Against bytes: FSDP2 reads and writes 16-bit parameters twice a micro-batch, where more than one rank shards."""
+    titan, llama = ENGINES["torchtitan"], preset("llama-3-8b")
+    views = dataclasses.replace(titan, copies_gathered=False)
+    for layout, copies in (("dp8 zero3 mb4", 4), ("dp8 zero1 mb4", 0), ("zero3 mb4", 0)):
+        copied, viewed = (step_time_of("llama-3-8b", layout, engine=engine).breakdown for engine in (titan, views))
+        memory = Rates.of(of("h100-sxm", 8), "bf16").memory
+        seconds = copies * 2 * 2 * 2 * parameter_table(llama).numel / memory
+        assert copied["compute"] - viewed["compute"] == pytest.approx(seconds, rel=1e-6), layout
+
+
 def test_products_overlap_all_but_one_chunk_of_their_communication():
     megatron = ENGINES["megatron-core"]
     bare = dataclasses.replace(megatron, overlaps_tensor=None)

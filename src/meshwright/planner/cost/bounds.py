@@ -29,11 +29,11 @@ LIMITS = {"devices": 1, "sequence": 1, "context": 1, "seconds": -1, "tokens": -1
 """Properties whose largest (1) or smallest (-1) value among a kind's runs limits the bounds: devices, tokens of a
 sequence, devices that share a sequence (cp), step seconds, tokens of a micro-batch on a rank."""
 _OUTSIDE = {
-    "devices": "has as many devices as {} (most: {})",
-    "sequence": "has sequences as long as {} tokens (longest: {})",
-    "context": "splits a sequence over as many devices as {} (most: {})",
-    "seconds": "has a step as short as {} s (shortest: {} s)",
-    "tokens": "has as few as {} tokens of a micro-batch on a rank (fewest: {})",
+    "devices": "no published run ({}) has as many devices as {} (most: {})",
+    "sequence": "no published run ({}) has sequences as long as {} tokens (longest: {})",
+    "context": "no published run ({}) splits a sequence over as many devices as {} (most: {})",
+    "seconds": "no published run ({}) has a step as short as {} s (shortest: {} s)",
+    "tokens": "no published run ({}) has as few as {} tokens of a micro-batch on a rank (fewest: {})",
 }
 WIDEST = 4.0
 """Largest upper factor of bounds, and 1 / smallest lower one. No published run differs more from its prediction;
@@ -90,9 +90,6 @@ class StepProperties(NamedTuple):
         }  # fmt: skip
 
 
-_PROPERTIES = ("experts", "architecture", "eight_bit")
-
-
 @dataclass(frozen=True, slots=True)
 class RunKind:
     """Statistics of published training runs of one kind, such as dense models on Hopper in fp8.
@@ -113,7 +110,7 @@ class RunKind:
     def has(self, step: StepProperties) -> bool:
         """Return True if a step is of this kind: `experts`, `architecture` and `eight_bit` are equal, or None in the
         kind."""
-        return all(getattr(self, name) in (None, getattr(step, name)) for name in _PROPERTIES)
+        return all(getattr(self, key) in (None, getattr(step, key)) for key in ("experts", "architecture", "eight_bit"))
 
     @property
     def name(self) -> str:
@@ -182,14 +179,12 @@ class BoundsTable:
             value, limit = getattr(step, name), kind.limits[name]
             if sign * value > sign * limit:
                 values["beyond"] += abs(math.log2(value / limit))
-                what = _OUTSIDE[name].format(_number(value), _number(limit))
-                outside.append(f"no published run ({kind.name}) {what}")
+                outside.append(_OUTSIDE[name].format(kind.name, _number(value), _number(limit)))
         below, above = (
             math.exp(min(sum(side[name] * value for name, value in values.items()), math.log(WIDEST)))
             for side in (self.below, self.above)
         )
-        distance = values["beyond"] + unknown
-        return Bounds(1 / below, above, kind, tuple(outside), step.engine in self.engines, distance)
+        return Bounds(1 / below, above, kind, tuple(outside), step.engine in self.engines, values["beyond"] + unknown)
 
 
 def _number(value: float) -> str:

@@ -58,6 +58,8 @@ class Engine:
         overlaps_data: True if gradient reductions over data-parallel ranks overlap the backward pass. ZeRO-3's
             parameter all-gathers overlap computation in every engine.
         overlaps_gathers: True if ZeRO-1's all-gathers of updated parameters overlap the first forward.
+        copies_gathered: True if ZeRO-3's parameters are copied out of the buffer into which they were all-gathered;
+            False if they are views of it.
         broadcasts: True if each rank broadcasts its updated parameters in turn, where others all-gather them.
         holds_in_pipelines: True if, under a pipeline, ZeRO-2 and ZeRO-3 all-gather parameters and reduce gradients once
             a step, not once a micro-batch.
@@ -102,6 +104,7 @@ class Engine:
     accumulates: Literal["fused", "added", "copied"] = "added"
     overlaps_data: bool = True
     overlaps_gathers: bool = False
+    copies_gathered: bool = False
     broadcasts: bool = False
     holds_in_pipelines: bool = False
     cuts: Literal["balanced", "even", "past shares"] = "balanced"

@@ -26,9 +26,6 @@ OPTIMIZER_BYTES = {"adamw": 42.0, "adam": 42.0, "sgd": 22.0, "momentum": 30.0}
 weight, gradient and two moments and writes all but the gradient (28), writes the parameter (2) and clips (the norm
 reads the gradient, the scaling reads and writes it: 12); SGD has no moments, or one."""
 
-SHARES = AXES_OF["dense"], AXES_OF["experts"]
-"""Mesh axes of dense and of expert-parallel parameters."""
-
 
 def communicated_zero_stage(zero: int, ranks: int, engine: Engine) -> int:
     """Return the ZeRO stage by which the communication of a step is predicted. It is the layout's stage `zero`, with
@@ -97,6 +94,7 @@ class PipelineTimes:
         of_rank: Number of stages on each distinct rank, by distinct stage [r, s].
         members: For each distinct rank, the pipeline ranks equal to it.
         replicas: Copies of the model that the ranks together hold: 2 under bidirectional schedules.
+        layers, rank_layers: Number of layers of each distinct stage [s] and rank [r, 1].
         dense, expert: Numbers of dense and expert-parallel parameters of each distinct stage [s, n].
     """
 
@@ -119,6 +117,7 @@ class PipelineTimes:
         self.counts = np.array([len(each) for each in self.members], dtype=np.float64)
         self.of_kind = layer_times.layer_counts(self.examples).astype(np.float64)
         self.layers = self.of_kind.sum(axis=1)
+        self.rank_layers = (self.of_rank @ self.layers)[:, None]
         self.first, self.last = (np.array([getattr(one, end) for one in self.examples]) for end in ("first", "last"))
         coefficients = np.column_stack([self.of_kind, self.first, self.last, -1.0 * (self.first & self.last)])
         self.dense, self.expert = np.moveaxis(np.tensordot(coefficients, layer_times.parameters[..., index], 1), 1, 0)
@@ -143,6 +142,9 @@ class PipelineTimes:
             found = self.stage_seconds(at_once, 0, None).copy()
             layers = self.layers[:, None]
             gather, scatter = self.zero_seconds(zero, groups, (self.dense / layers, self.expert / layers))
+            if layer_times.problem.engine.copies_gathered:  # read and written, before forward and backward
+                moved = 2 * layer_times.itemsize * (self.dense + self.expert) * (gather > 0)
+                found[:, :2, 0] += (moved / layer_times.rates.memory)[:, None]
             forward, input_gradient, weight_gradient = np.moveaxis(add_parts(found), 1, 0)
             back, slowdown = input_gradient + weight_gradient, groups.gradient_slowdown(True)
             waits = exposed_zero_seconds(gather, scatter, layers, forward, back, slowdown)
@@ -165,7 +167,7 @@ class PipelineTimes:
         times, repeats = self.layer_times, layers is None
         taken: dict[bool, Floats] = {True: np.zeros((1, 1)), False: np.zeros((1, 1))}
         frozen = frozen_bytes_per_trained(times.problem.config, times.dtype) if repeats else 0.0
-        for numel, shards, axes in zip(numbers, groups.shards, SHARES, strict=True):
+        for numel, shards, axes in zip(numbers, groups.shards, (AXES_OF["dense"], AXES_OF["experts"]), strict=True):
             for call in ZERO_CALLS if numel.any() else ():
                 if call.repeats != repeats or zero not in call.stages:
                     continue
@@ -222,7 +224,7 @@ class PipelineTimes:
         """Return the exposed seconds, once a step, of gradient reductions and of all-gathers of updated parameters on
         each distinct rank: [r, n]. Communication overlaps the forward or backward of one micro-batch; under
         "interleaved", of one micro-batch for each pipeline rank. Arguments: see `once_seconds`."""
-        engine, layers = self.layer_times.problem.engine, (self.of_rank @ self.layers)[:, None]
+        engine, layers = self.layer_times.problem.engine, self.rank_layers
         gathers, sums = self.once_calls(zero, groups)
         if not engine.overlaps_data:
             return sums + gathers
@@ -237,8 +239,7 @@ class PipelineTimes:
     def once_calls(self, zero: int, groups: ProcessGroups) -> tuple[Floats, Floats]:
         """Return the seconds, once a step, of (all-gathers of updated parameters, gradient reductions) on each distinct
         rank, each [r, n]; overlapped seconds are included. zero: ZeRO stage; groups: process groups."""
-        layers = (self.of_rank @ self.layers)[:, None]
-        return self.zero_seconds(zero, groups, (self.rank_dense, self.rank_expert), layers)
+        return self.zero_seconds(zero, groups, (self.rank_dense, self.rank_expert), self.rank_layers)
 
     def optimizer_seconds(self, zero: int, groups: ProcessGroups) -> Floats:
         """Return the seconds of the optimizer step on the rank that updates the most parameters: [n]. zero: ZeRO stage;

@@ -18,7 +18,7 @@ from meshwright.planner.cost.measured_rates import MeasuredCost, MeasuredRates, 
 from meshwright.planner.cost.micro_batch import Number
 from meshwright.planner.cost.operators import Collective, Operation, in_eight_bits
 from meshwright.planner.hardware.cluster import Cluster
-from meshwright.planner.hardware.devices import Device, Link, architecture_share
+from meshwright.planner.hardware.devices import Device, Link, architecture_share, compare_eight_bit_shares
 from meshwright.program.durations import Floats
 from meshwright.spec.config import ModelConfig
 from meshwright.toml import read_packaged_toml
@@ -147,11 +147,13 @@ def straggler_terms(cluster: Cluster) -> tuple[float, float]:
 
 def share_of_peak(device: Device, precision: str) -> float:
     """Return the fraction of a device's peak FLOP/s that large matrix products reach. It is computed from the fastest
-    product measured on the device, else from products measured on its architecture, else it is a constant. precision:
+    product measured on the device, else from products measured on its architecture, else it is a constant. If fp8 was
+    not measured on the device, it is that of bf16, scaled by the ratio of both on devices of the family. precision:
     such as "bf16"."""
-    products = constants()["products"]
-    timed = "fp8" if precision == "fp8" else "bf16"
-    measured = device.measured_share(timed) or architecture_share(device.architecture, timed)
+    products, shares, architecture = constants()["products"], device.shares, device.architecture
+    measured = shares.get("bf16") or architecture_share(architecture)
+    if precision == "fp8" and measured:
+        measured = shares.get("fp8") or measured * compare_eight_bit_shares(architecture_family(architecture))
     return float(products["of_measured"] * measured if measured else products["of_peak"])
 
 
@@ -165,9 +167,6 @@ class Group(NamedTuple):
     def nodes(self) -> int:
         """Number of nodes that the group spans."""
         return max(1, -(-self.ranks // self.in_node))
-
-
-_TERMS = ("start", "byte", "root")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +190,7 @@ class Cost:
     def stack(cls, costs: Sequence[Cost], which: Any) -> Cost:
         """Return one cost function for many candidate layouts: its fields are arrays [candidates]. costs: one cost for
         each distinct process group; which: index into `costs` for each candidate, [candidates]."""
-        return cls(*(np.array([getattr(each, name) for each in costs])[which] for name in _TERMS))
+        return cls(*(np.array([getattr(each, name) for each in costs])[which] for name in ("start", "byte", "root")))
 
 
 class Collectives:

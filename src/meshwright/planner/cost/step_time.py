@@ -117,11 +117,8 @@ class StepPredictor:
         """Return the predicted seconds of the step. simulate: True for the pipeline simulator, False for the closed
         form; parts: True to separate the seconds due to messages, which takes a second simulation without messages."""
         layout, problem, groups = self.layout, self.problem, self.groups
-        program = None
-        if simulate and layout.pp > 1:
-            program = program_for(layout, problem.config, problem.sequence)
-        of = self.pipeline(program)
-        priced = self.at_once, self.zero, groups
+        program = program_for(layout, problem.config, problem.sequence) if simulate and layout.pp > 1 else None
+        of, priced = self.pipeline(program), (self.at_once, self.zero, groups)
         ranks, _ = of.rank_seconds(*priced)
         totals = layout.micro_batches / of.replicas * ranks[..., 0]
         busiest = totals.sum(axis=(1, 2)).argmax()
@@ -177,7 +174,7 @@ class StepPredictor:
         once = (gathers + sums)[:, 0]
         if self.zero < 2:
             return float(once.max())
-        layers = (of.of_rank @ of.layers)[:, None]  # a call each, as in the exposed time: each has its latency
+        layers = of.rank_layers  # a call each, as in the exposed time: each has its latency
         gather, scatter = of.zero_seconds(self.zero, self.groups, (of.rank_dense / layers, of.rank_expert / layers))
         return float((once + layout.micro_batches / of.replicas * (layers * (2 * gather + scatter))[:, 0]).max())
 

@@ -84,11 +84,10 @@ class Device:
         "bf16", "fp16", "fp8" or "fp4"."""
         return self.peaks[precision] * TERA if precision in self.peaks else None
 
-    def measured_share(self, precision: str) -> float | None:
-        """Return (FLOP/s of the fastest measured matrix product) / (peak FLOP/s) in a precision, "bf16" or "fp8". If
-        only the other precision was measured, return its ratio; None if neither was."""
-        shares = {name: best / self.peaks[name] for name, best in self.measured.items() if name in self.peaks}
-        return shares.get(precision) or next(iter(shares.values()), None)
+    @property
+    def shares(self) -> dict[str, float]:
+        """(FLOP/s of the fastest measured matrix product) / (peak FLOP/s), by measured precision, "bf16" or "fp8"."""
+        return {name: best / self.peaks[name] for name, best in self.measured.items()}
 
 
 def _device(name: str, entry: Mapping[str, Any]) -> Device:
@@ -125,12 +124,19 @@ def find_device(name: str) -> Device | None:
 
 
 @cache
-def architecture_share(architecture: str, precision: str) -> float | None:
-    """Return the fraction of their peak in a precision, "bf16" or "fp8", that devices of an architecture (such as
-    "Hopper") reach in measured matrix products: the median over the devices; None if none was measured."""
-    alike = (each.measured_share(precision) for each in DEVICES if each.architecture == architecture)
-    shares = [share for share in alike if share]
-    return statistics.median(shares) if shares else None
+def architecture_share(architecture: str) -> float:
+    """Return the fraction of their bf16 peak that devices of an architecture (such as "Hopper") reach in measured
+    matrix products: the median over the devices; 0 if none was measured."""
+    alike = [each.shares for each in DEVICES if each.architecture == architecture]
+    return statistics.median([one["bf16"] for one in alike if "bf16" in one] or [0.0])
+
+
+@cache
+def compare_eight_bit_shares(family: str) -> float:
+    """Return (fraction of the fp8 peak) / (fraction of the bf16 peak) that matrix products reach: the median over the
+    devices of a family of architectures (such as "Hopper") on which both were measured; 1 if there are none."""
+    alike = [each.shares for each in DEVICES if each.architecture.startswith(family)]
+    return statistics.median([one["fp8"] / one["bf16"] for one in alike if "fp8" in one] or [1.0])
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
