@@ -167,6 +167,7 @@ class StageSnapshots:
         if not self.stage.last:
             yield self._snapshot("end of forward", len(self.units), [*around, message("output", self.stream)])
 
+    @cached_method
     def _unit_forward(self, unit: str) -> Iterator[NamedSnapshot]:
         """Yield (snapshot name, temporaries) for the forward of a unit, such as "layers.3" or "embedding"."""
         at, block = self.batch, self._block(unit)
@@ -266,6 +267,7 @@ class StageSnapshots:
         opened = self._unsharded(self.step.list_flats(self.units[:1]))
         yield Snapshot("weight gradients", 0, (*extras, *self._in_flight(posted), *opened))
 
+    @cached_method
     def _unit_backward(self, unit_index: int, split: bool) -> Iterator[NamedSnapshot]:
         """Yield (snapshot name, temporaries) for the backward of the unit with index `unit_index`. split: True if only
         input gradients are computed."""
@@ -322,6 +324,7 @@ class StageSnapshots:
             for name, extras in layer.snapshots(section)
         ]
 
+    @cached_method
     def _queue_of(self, unit: str) -> int:
         """Return the bytes that the queued weight gradients of a layer keep allocated. unit: its name, such as
         "layers.3"."""
