@@ -241,15 +241,10 @@ class StepReplay:
         )  # fmt: skip
         self._stay = list(self._whole_step_items())
 
-    @property
-    def peak_bytes(self) -> int:
-        """Bytes of all tensors at the step's memory peak."""
-        return self._find_peak(True)[2]
-
-    @property
-    def least_bytes(self) -> int:
-        """Lower bound of `peak_bytes`: without messages between pipeline ranks, whose order takes long to compute."""
-        return self._find_peak(False)[2]
+    def peak_bytes(self, messages: bool = True) -> int:
+        """Return the bytes of all tensors at the step's memory peak. messages: False for a lower bound without messages
+        between pipeline ranks, whose order takes long to compute."""
+        return self._find_peak(messages)[2]
 
     def ledger(self) -> Ledger:
         """Return the ledger of all tensors at the step's memory peak."""
@@ -325,9 +320,8 @@ class StepReplay:
             return self.stage(stage, what == passes.SAVED_AT_ONCE).saved
         size = int(self.batch.stream_bytes)
         if what == passes.QUEUE:
-            size = self.stage(
-                stage, next(each.at_once for each in self._list_passes(False)[0] if each.stage == stage)
-            ).queue
+            orders = (each.at_once for each in self._list_passes(False)[0] if each.stage == stage)
+            size = self.stage(stage, next(orders)).queue
         category, name = _HELD[what]
         whole = Allocation(category, f"stage {stage}: {name}", bytes=size, first="forward", last="backward")
         return [whole] if size else []

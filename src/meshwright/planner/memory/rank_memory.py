@@ -82,12 +82,11 @@ def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> Ledger:
 
 
 def _device_bytes(problem: Problem, layout: Layout, pp_rank: int, messages: bool = True) -> int:
-    """Return the bytes that the pipeline rank `pp_rank` needs on a device at its peak. messages: False for a lower
-    bound, `StepReplay.least_bytes`."""
+    """Return the bytes that the pipeline rank `pp_rank` needs on a device at its peak. messages: as of
+    `StepReplay.peak_bytes`."""
     if problem.engine.name != "meshwright":
         return memory_of(problem, layout, pp_rank).device_bytes
-    replay = _replay(problem, layout, pp_rank, find_file_version(layout))
-    peak = replay.peak_bytes if messages else replay.least_bytes
+    peak = _replay(problem, layout, pp_rank, find_file_version(layout)).peak_bytes(messages)
     return peak + context_bytes(problem) + round(slack_fraction(problem.cluster) * peak)
 
 
