@@ -133,9 +133,8 @@ class Plan:
         if self.nearest is not None:
             found["nearest"] = self.nearest.document()
         if ledger and self.estimates:
-            layout = self.best.layout
-            ranks = sorted(distinct_ranks(problem, layout))
-            found["ledger"] = [memory_of(problem, layout, rank).document() for rank in ranks]
+            ranks = sorted(distinct_ranks(problem, self.best.layout))
+            found["ledger"] = [memory_of(problem, self.best.layout, rank).document() for rank in ranks]
         if operations and self.estimates:
             found["operations"] = [row.document() for row in self.operations]
         return to_json_dict(found)

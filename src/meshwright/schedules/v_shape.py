@@ -170,7 +170,7 @@ class _RankState:
         steady = self.left[I0] < len(passes_done) and self.left[F0] > 0
         held = highest = self.held
         seen: set[int] = set()
-        looked_at = 1 if steady else sum(left > 0 for left in self.left)  # only the next step of each kind can run
+        looked_at = 1 if steady else len(self.left) - self.left.count(0)  # only the next step of each kind can run
         for place, (_, step, micro_batch) in enumerate(self.waiting):
             if step not in seen:
                 if step in (W1, W0):

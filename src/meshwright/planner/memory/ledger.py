@@ -4,9 +4,9 @@ It was compared with PyTorch's allocator on a CPU, and on CUDA with tensors with
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
@@ -28,6 +28,7 @@ from meshwright.planner.memory.snapshot import Allocation, Snapshot, count_bytes
 from meshwright.planner.memory.stage_snapshots import RankStep, StageSnapshots
 from meshwright.planner.memory.states import PassState, Reduction, flats_of, list_states
 from meshwright.planner.memory.teacher import TeacherMemory
+from meshwright.program.order import Integers
 from meshwright.schedules.transfers import with_transfers
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameter_entries import REDUCTIONS_IN_FLIGHT
@@ -147,7 +148,6 @@ class LedgerOptions(TypedDict, total=False):
         graphs: True if forward and backward are a CUDA graph, which has its own copy of the batch and, captured on its
             own stream, its own workspaces of cuBLAS.
         engine: The engine `meshwright`, or its variant with another overlap of products.
-        messages: False to leave out messages between pipeline ranks, whose order takes long to compute: a lower bound.
     """
 
     optimizer: str
@@ -162,7 +162,6 @@ class LedgerOptions(TypedDict, total=False):
     architecture: str
     graphs: bool
     engine: Engine
-    messages: bool
 
 
 def ledger(
@@ -225,15 +224,14 @@ class StepReplay:
         self._examples: dict[object, int] = {}
         self.place = layout.coordinates(rank)
         self.table = _table(config)
-        program = program_for(shorten_repeating_schedule(layout), config, sequence)
-        self.program = _add_transfers(program) if options.get("messages", True) else program
+        self.program = program_for(shorten_repeating_schedule(layout), config, sequence)
         self.partition = Partition.of(self.program, config, self.table, sequence)
         self._units = {one.index: self.partition.units(one) for one in self.partition.stages_on(self.place["pp"])}
         flats = flats_of(self.table, layout, self.partition.units_on(self.place["pp"]))
         sums = element_types(batch.dtype)["wide"]
         self.states = list(list_states(flats, batch.dtype, sums, options.get("optimizer", "adamw")))
-        self.passes, self.held, self.counts = passes.list_passes(self.program, self.place["pp"])
-        split = any(each.kind == passes.INPUT_GRADIENT for each in self.passes)
+        steps = self.program.steps
+        split = passes.INPUT_GRADIENT in steps.kind[steps.rank == self.place["pp"]]
         # What experts leave for later cuts a compiled block into pieces.
         pieces = split and any(map(config.has_experts, range(config.layers)))
         teacher = options.get("teacher")
@@ -243,19 +241,19 @@ class StepReplay:
         )  # fmt: skip
         self._stay = list(self._whole_step_items())
 
-    @property
-    def peak_bytes(self) -> int:
-        """Bytes of all tensors at the step's memory peak."""
-        return self._peak[2]
+    def peak_bytes(self, messages: bool = True) -> int:
+        """Return the bytes of all tensors at the step's memory peak. messages: False for a lower bound without messages
+        between pipeline ranks, whose order takes long to compute."""
+        return self._find_peak(messages)[2]
 
     def ledger(self) -> Ledger:
         """Return the ledger of all tensors at the step's memory peak."""
-        at, state, total = self._peak
-        each = self.passes[at]
+        at, state, total = self._find_peak(True)
+        each = self._list_passes(True)[0][at]
         peak = self.stage(each.stage, each.at_once).find_peak(each.kind, state)
         framework = 0 if self.batch.device == "cpu" else CUDA_CONTEXT_BYTES
         compiled = self.step.compiled and can_predict_compiled(self.batch)
-        items = *self._stay, *self._held_items(self.counts[at].tolist()), *self._snapshot_items(peak)
+        items = *self._stay, *self._held_items(at), *self._snapshot_items(peak)
         assert count_bytes(items) == total
         return Ledger(items, total, peak.name, count_bytes(self._stay), compiled, framework_bytes=framework)
 
@@ -274,21 +272,28 @@ class StepReplay:
         for name, of in (("batch.tokens", shape), ("batch.targets", targets), *documents):
             yield Allocation("workspace", name, of, "int64", 8 * math.prod(of), None, "start of step", "end of step")
 
-    @cached_property
-    def _peak(self) -> tuple[int, PassState, int]:
-        """(index of the pass at the step's memory peak, state of its stage when it begins, bytes of all tensors).
+    def _list_passes(self, messages: bool) -> tuple[list[StagePass], list[tuple[int, int]], Integers]:
+        """Return the rank's passes and the tensors that stay allocated between them, as the function `list_passes`.
+        messages: True to count messages between pipeline ranks."""
+        return passes.list_passes(_add_transfers(self.program) if messages else self.program, self.place["pp"])
+
+    @cached_method
+    def _find_peak(self, messages: bool) -> tuple[int, PassState, int]:
+        """Return (index of the pass at the step's memory peak, state of its stage when it begins, bytes of all
+        tensors). messages: True to count messages between pipeline ranks.
 
         Of passes of one kind through alike stages, in alike states, only the one with the most bytes outside it is
         computed."""
-        sizes = [count_bytes(self._list_held(what, self._example(stage))) for what, stage in self.held]
-        held = self.counts @ np.array(sizes, np.int64)  # bytes that stay allocated while each pass runs
+        steps, tensors, counts = self._list_passes(messages)
+        sizes = [count_bytes(self._list_held(what, self._example(stage))) for what, stage in tensors]
+        held = counts @ np.array(sizes, np.int64)  # bytes that stay allocated while each pass runs
         sharded = any(flat.zero >= 2 for flat in self.step.flats)  # else all reductions are alike
         kinds: dict[object, int] = {}
         reductions: dict[tuple[Reduction, ...], int] = {(): 0}  # numbered: hashing them for each pass takes long
         known: dict[tuple[StagePass, int], tuple[int, PassState, tuple[Reduction, ...], int]] = {}
         most: dict[int, tuple[int, int, PassState]] = {}
         in_flight, number = tuple[Reduction, ...](), 0
-        for at, (each, size) in enumerate(zip(self.passes, held.tolist(), strict=True)):
+        for at, (each, size) in enumerate(zip(steps, held.tolist(), strict=True)):
             if (each, number) not in known:
                 state = PassState(each.later and sharded, each.last, in_flight)
                 alone = state._replace(before=tuple(one._replace(flat=one.flat._replace(unit="")) for one in in_flight))
@@ -301,7 +306,7 @@ class StepReplay:
                 most[kind] = size, at, state
         found = []
         for size, at, state in most.values():
-            each = self.passes[at]
+            each = steps[at]
             peak = self.stage(self._example(each.stage), each.at_once).find_peak(each.kind, state)
             found.append((-size - peak.bytes, at, state))
         size, at, state = min(found, key=lambda one: one[:2])
@@ -309,13 +314,14 @@ class StepReplay:
 
     @cached_method
     def _list_held(self, what: int, stage: int) -> list[Allocation]:
-        """Return the tensors of which `held` counts how often they are allocated. what: such as `passes.SENT`; stage:
-        index of the stage."""
+        """Return the tensors of one kind that stay allocated between passes. what: such as `passes.SENT`; stage: index
+        of the stage."""
         if what not in _HELD:
             return self.stage(stage, what == passes.SAVED_AT_ONCE).saved
         size = int(self.batch.stream_bytes)
         if what == passes.QUEUE:
-            size = self.stage(stage, next(each.at_once for each in self.passes if each.stage == stage)).queue
+            orders = (each.at_once for each in self._list_passes(False)[0] if each.stage == stage)
+            size = self.stage(stage, next(orders)).queue
         category, name = _HELD[what]
         whole = Allocation(category, f"stage {stage}: {name}", bytes=size, first="forward", last="backward")
         return [whole] if size else []
@@ -336,9 +342,10 @@ class StepReplay:
         the stage directly follows its forward."""
         return StageSnapshots(self.step, self.partition.stages[index], self._units[index], at_once)
 
-    def _held_items(self, counts: Iterable[int]) -> Iterator[Allocation]:
-        """Yield the ledger items of the tensors that stay allocated between passes. counts: number of each."""
-        for (what, stage), count in zip(self.held, counts, strict=True):
+    def _held_items(self, at: int) -> Iterator[Allocation]:
+        """Yield the ledger items of the tensors that stay allocated while the pass with index `at` runs."""
+        _, tensors, counts = self._list_passes(True)
+        for (what, stage), count in zip(tensors, counts[at].tolist(), strict=True):
             for tensor in self._list_held(what, stage) if count else ():
                 title = tensor.name if count == 1 or what in _HELD else f"{tensor.name} x {count}"
                 yield tensor._replace(name=title, bytes=tensor.bytes * count, stage=stage)

@@ -71,7 +71,7 @@ def merge_layers(items: Iterable[Allocation]) -> list[Allocation]:
 def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> Ledger:
     """Return the memory of the pipeline rank `pp_rank` at its peak. Raises `UserError` for an infeasible layout."""
     if problem.engine.name == "meshwright":
-        replay = _replay(problem, layout, pp_rank, True, find_file_version(layout))
+        replay = _replay(problem, layout, pp_rank, find_file_version(layout))
         found, sub_axes = replay.ledger(), replay.partition.list_sub_axes(layout, pp_rank)
     else:
         items = tuple(_published(problem, layout, pp_rank))
@@ -82,20 +82,20 @@ def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> Ledger:
 
 
 def _device_bytes(problem: Problem, layout: Layout, pp_rank: int, messages: bool = True) -> int:
-    """Return the bytes that the pipeline rank `pp_rank` needs on a device at its peak. messages: see
-    `LedgerOptions`."""
+    """Return the bytes that the pipeline rank `pp_rank` needs on a device at its peak. messages: as of
+    `StepReplay.peak_bytes`."""
     if problem.engine.name != "meshwright":
         return memory_of(problem, layout, pp_rank).device_bytes
-    peak = _replay(problem, layout, pp_rank, messages, find_file_version(layout)).peak_bytes
+    peak = _replay(problem, layout, pp_rank, find_file_version(layout)).peak_bytes(messages)
     return peak + context_bytes(problem) + round(slack_fraction(problem.cluster) * peak)
 
 
 @lru_cache(maxsize=16)
-def _replay(problem: Problem, layout: Layout, pp_rank: int, messages: bool, version: object) -> StepReplay:
-    """Return the replay of the training step of the pipeline rank `pp_rank` under the engine `meshwright`.
-    messages: see `LedgerOptions`; version: of the layout's schedule file, so that an edited file is replayed again."""
+def _replay(problem: Problem, layout: Layout, pp_rank: int, version: object) -> StepReplay:
+    """Return the replay of the training step of the pipeline rank `pp_rank` under the engine `meshwright`. version: of
+    the layout's schedule file, so that an edited file is replayed again."""
     return replay_step(
-        problem.config, layout, batch=problem.batch, sequence=problem.sequence, messages=messages, pairs=problem.pairs,
+        problem.config, layout, batch=problem.batch, sequence=problem.sequence, pairs=problem.pairs,
         rank=pp_rank * layout.tp * layout.cp * layout.dp, optimizer=problem.optimizer, precision=problem.precision,
         documents=problem.documents > 1, device=problem.cluster.kind, compile=problem.compile, graphs=problem.graphs,
         teacher=problem.teacher, architecture=problem.cluster.device.architecture, engine=problem.engine,

@@ -170,6 +170,7 @@ class StageSnapshots:
             tensors = *around, message("output", self.batch.stream_bytes)
             yield self._snapshot("end of forward", len(self.units), tensors)
 
+    @cached_method
     def _unit_forward(self, unit: str) -> Iterator[NamedSnapshot]:
         """Yield (snapshot name, temporaries) for the forward of a unit, such as "layers.3" or "embedding"."""
         at, block = self.batch, self._block(unit)
@@ -276,6 +277,7 @@ class StageSnapshots:
             yield Snapshot("weight gradients", 0, (*extras, *reduced))
             state = state._replace(before=self.step.start_reductions(Kind.WEIGHT_GRADIENT, state, [unit]))
 
+    @cached_method
     def _unit_backward(self, unit: str, split: bool) -> Iterator[NamedSnapshot]:
         """Yield (snapshot name, temporaries) for the backward of a unit. split: True if only input gradients are
         computed."""
@@ -326,6 +328,7 @@ class StageSnapshots:
             for name, extras in layer.snapshots(section)
         ]
 
+    @cached_method
     def _queue_of(self, unit: str) -> int:
         """Return the bytes that the queued weight gradients of a unit, such as "layers.3", keep allocated."""
         if (block := self._block(unit)) is not None:

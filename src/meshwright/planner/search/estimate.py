@@ -91,9 +91,8 @@ class Estimate:
     @property
     def model_flops_per_device(self) -> float:
         """Model FLOP/s of one device (without recomputation), counted by `FLOPS_CONVENTION`."""
-        problem = self.problem
-        seen = max(1, round(problem.sequence / problem.documents))  # tokens that attend to each other
-        return training_flops_per_token(problem.config, seen) * self.tokens_per_second_per_device
+        seen = max(1, round(self.problem.sequence / self.problem.documents))  # tokens that attend to each other
+        return training_flops_per_token(self.problem.config, seen) * self.tokens_per_second_per_device
 
     @property
     def mfu(self) -> float:
@@ -198,9 +197,8 @@ def estimate_layout(problem: Problem, layout: Layout, step: StepPredictor | None
         raise UserError(f'layout "{layout}": offloading is not priced yet; remove offload:{layout.offload}')
     time = (step or predict_step(problem, layout)).price()
     memory = fullest_rank(problem, layout)
-    warnings = _warnings(problem, layout, memory)
-    warnings += [f"{line}, so the range of the step time is wider" for line in time.bounds.outside]
-    return Estimate(problem, layout, time, memory, tuple(warnings))
+    outside = [f"{line}, so the range of the step time is wider" for line in time.bounds.outside]
+    return Estimate(problem, layout, time, memory, (*_warnings(problem, layout, memory), *outside))
 
 
 @lru_cache(maxsize=4)  # time and communication of an estimate

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ from meshwright.planner.search.space import PipelineCandidate, candidates, layou
 from meshwright.program.durations import Floats
 
 
-@dataclass(slots=True)
+@dataclass
 class ScreenedLayouts:
     """Closed-form predictions for all layouts of a search, as arrays with one entry per layout. A layout combines a
     stage layout (tp, cp, ep ...), a pipeline and a ZeRO setting.
@@ -65,22 +64,20 @@ class ScreenedLayouts:
         """Return one number per layout, of one property."""
         if name == "zero":
             return self.zero * 2 + (self.hybrid > 0)
-        if name in PipelineCandidate._fields:
-            return _as_numbers(getattr(pipe, name) for pipe in self.pipelines)[self.pipe]
-        values = (one.rows if name == "rows" else getattr(one.layout, name) for one in self.candidates)
-        return _as_numbers(values)[self.candidate]
+        return self._values(name)[self.pipe if name in PipelineCandidate._fields else self.candidate]
+
+    @cached_method
+    def _values(self, name: str) -> Array:
+        """Return one number per pipeline or stage layout, of one property. Texts are replaced by integers; equal texts
+        have equal integers."""
+        layouts = (one if name == "rows" else one.layout for one in self.candidates)
+        found = [getattr(one, name) for one in (self.pipelines if name in PipelineCandidate._fields else layouts)]
+        return find_distinct(found)[1] if isinstance(found[0], str) else np.array(found)
 
     def layout(self, index: int) -> Layout:
         """Return the layout with index `index`."""
         candidate, pipeline = self.candidates[self.candidate[index]], self.pipelines[self.pipe[index]]
-        zero, hybrid = int(self.zero[index]), int(self.hybrid[index])
-        return layout_of(self.layer_times.problem, candidate, pipeline, zero, hybrid)
-
-
-def _as_numbers(values: Iterable[Any]) -> Array:
-    """Return values as an array. Texts are replaced by integers; equal texts have equal integers."""
-    found = list(values)
-    return find_distinct(found)[1] if isinstance(found[0], str) else np.array(found)
+        return layout_of(self.layer_times.problem, candidate, pipeline, int(self.zero[index]), int(self.hybrid[index]))
 
 
 def screen(problem: Problem) -> ScreenedLayouts:
@@ -233,9 +230,8 @@ def _screen_pipeline(
     activations = costs.activations(pipeline, at_once) + costs.passing
     makespans: dict[tuple[int, bool], Floats] = {}
     engine = grid.layer_times.problem.engine
-    for zero, inside in product(engine.zero, (False, True)):
-        if inside and not zero:
-            continue
+    settings = [(zero, inside) for zero in engine.zero for inside in (False, True)[: 1 + (zero > 0)]]
+    for zero, inside in settings:
         sharding = grid.sharding[inside]
         chosen = fits & sharding.fits if zero else fits
         if not chosen.any():
