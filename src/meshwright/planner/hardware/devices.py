@@ -86,8 +86,9 @@ class Device:
 
     @property
     def shares(self) -> dict[str, float]:
-        """(FLOP/s of the fastest measured matrix product) / (peak FLOP/s), by measured precision, "bf16" or "fp8"."""
-        return {name: best / self.peaks[name] for name, best in self.measured.items()}
+        """(FLOP/s of the fastest measured matrix product) / (peak FLOP/s), by measured precision, "bf16" or "fp8".
+        Without precisions that have no stated peak, as on CPUs."""
+        return {name: best / self.peaks[name] for name, best in self.measured.items() if name in self.peaks}
 
 
 def _device(name: str, entry: Mapping[str, Any]) -> Device:
