@@ -332,8 +332,8 @@ def split_evenly(start: int, stop: int, index: int, shares: int) -> tuple[int, i
 
 class GradientBufferPool:
     """Pool of 1-D buffers for unsharded gradients under ZeRO-2 and 3, which are used only during backward passes. FSDP
-    units of equal sizes, such as layers, share a few buffers that the pool keeps; a buffer of any other size, such as
-    an embedding's, and one more than these few are freed on release.
+    units of equal sizes, such as layers, share a few buffers that the pool keeps; other buffers are freed on release:
+    those of other sizes, such as an embedding's, and those that units need beyond the few.
 
     `sizes`: for each FSDP unit, in forward order, the numbers of elements of its buffers; `device`, `dtype`: of the
     buffers.

@@ -173,19 +173,45 @@ def test_left_out_runs_of_programs_without_fitted_rates_are_within_bounds():
     assert len(means) > 20 and sum(means) / len(means) >= 0.9
 
 
-def test_bounds_of_a_project_do_not_depend_on_its_runs():
+@pytest.fixture
+def errors() -> plan_bounds.Errors:
+    """Errors of the runs of five projects."""
+    fresh = (one for one in runs(UNSEEN, half="fresh") if isinstance(one, Run) and len(one.layouts) == 1)
+    return plan_bounds.Errors([(one, predicted(one)) for one in fresh])
+
+
+def test_bounds_of_a_project_do_not_depend_on_its_runs(errors: plan_bounds.Errors):
     """Scores are of bounds that the other projects give: wrong measurements of a project change only its own."""
-    pairs = [
-        (one, predicted(one)) for one in runs(UNSEEN, half="fresh") if isinstance(one, Run) and len(one.layouts) == 1
-    ]
-    whose = plan_bounds.project(pairs[0][0])
-    errors = plan_bounds.Errors(pairs)
+    whose = errors.projects[0]
     chosen = errors.projects != whose
     before, score = errors.fit(chosen[None])[:2], dict(errors.score())
     errors.logarithms[~chosen] += 0.5 * np.sign(errors.logarithms[~chosen])
     after = errors.fit(chosen[None])[:2]
     assert all(np.array_equal(one, other) for one, other in zip(before, after, strict=True))
     assert dict(errors.score())[whose] > score[whose] + 0.5
+
+
+def test_each_fit_weighs_its_projects_alike_and_knows_their_devices_alone(
+    errors: plan_bounds.Errors, monkeypatch: pytest.MonkeyPatch
+):
+    """Against sums over the chosen runs: dense models and mixtures of each project have the same weight, 1 in all, and
+    devices are known that enough of the chosen projects have."""
+    given: list[np.ndarray] = []
+    fit = plan_bounds.fit_quantile
+    monkeypatch.setattr(plan_bounds, "fit_quantile", lambda *sides: (given.append(sides[2]), fit(*sides))[1])
+    unknown = list(DENSE.measure_difficulty(())).index("unknown_device")
+    known = []
+    for whose in sorted(set(errors.projects)):
+        chosen = errors.projects != whose
+        _, _, [properties] = errors.fit(chosen[None])
+        for weights in given[-2:]:
+            shares = [weights[0, errors.weighed == each].sum() for each in set(errors.weighed[chosen])]
+            assert shares == pytest.approx([1 / len(shares)] * len(shares)) and not weights[0, ~chosen].any()
+        for name in set(errors.architectures):
+            having = set(errors.projects[chosen & (errors.architectures == name)])
+            known.append(len(having) >= plan_bounds.LEAST_PROJECTS)
+            assert (properties[errors.architectures == name, unknown] == 1 - known[-1]).all(), (whose, name)
+    assert 0 < sum(known) < len(set(errors.projects))  # Hopper, of three projects, is unknown without one of them
 
 
 @pytest.mark.parametrize("name", LIMITS)

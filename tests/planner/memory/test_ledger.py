@@ -217,6 +217,7 @@ SUMMED = [Step(WIDE, f"tp4{again}", *size) for again in (" ac:full", "", ":nosp"
 SOME = [
     *OVERLAPPED[:2], SUMMED[0], DATA_AND_TENSOR[2], DATA_AND_TENSOR[4], Step(SMALL_HEAD, "cp4 ac:selective", 8, 256),
     Step(MIXTURE, "dp4 ep2:etp2", 32, 64), EXPERTS[-1], OVERLAPPED[3],
+    Step(dataclasses.replace(PREDICTS, tied=False), "dp2 pp2:zb-h1 mb2", 8, 128),
     Step(dataclasses.replace(DEEP, layers=4), "dp2 zero2 pp2:zb-v mb4", 32, 64),  # two layers on one rank
 ]  # fmt: skip
 

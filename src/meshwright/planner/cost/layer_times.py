@@ -107,8 +107,7 @@ class LayerTimes:
         self.tp, self.cp = (np.array([getattr(layout, axis) for layout in layouts]) for axis in ("tp", "cp"))
         self.experts = np.array([layout.ep * layout.etp for layout in layouts])
         self.full = np.array([layout.recompute == "full" for layout in layouts])
-        sequence_parallel = np.array([layout.tensor_sequence_parallel for layout in layouts])
-        self.cuts = np.where(sequence_parallel, self.tp, 1)
+        self.cuts = np.where([layout.tensor_sequence_parallel for layout in layouts], self.tp, 1)
         """Parts into which ranks of tp cut the message to the next stage."""
         sizes = [(layout.tp, layout.cp, layout.ep, layout.etp) for layout in layouts]
         distinct, self.mesh = communication.find_distinct(sizes)
@@ -140,8 +139,7 @@ class LayerTimes:
             return np.zeros(len(index), dtype=bool)
         tokens = self.rows[index] * self.problem.sequence // self.cp[index]
         vocabulary: Any = -(-self.problem.config.vocabulary // self.tp[index])
-        kept = keeps_head_gradient(tokens, vocabulary, layers, "none", at_once)
-        return np.where(self.full[index], at_once, kept)
+        return np.where(self.full[index], at_once, keeps_head_gradient(tokens, vocabulary, layers, "none", at_once))
 
     def message_bytes(self, index: communication.Array) -> Floats:
         """Return the bytes of a micro-batch's activations that a rank sends to the next stage, for each candidate in
@@ -153,8 +151,7 @@ class LayerTimes:
     def _price(self, indices: communication.Array) -> None:
         """Compute and store the times of the candidates with the given indices. In all their layouts the same axes are
         larger than 1, and recompute is the same."""
-        chosen = [self.candidates[number] for number in indices]
-        batch = micro_batch_of(self.problem, chosen)
+        batch = micro_batch_of(self.problem, [self.candidates[number] for number in indices])
         numbers, mesh = np.unique(self.mesh[indices], return_inverse=True)
         groups = communication.ProcessGroups(self.collectives, [self.meshes[number] for number in numbers], mesh)
         price, host = _TimeModel(batch, self.rates, groups), self.problem.engine.host_seconds

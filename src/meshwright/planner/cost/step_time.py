@@ -118,7 +118,8 @@ class StepPredictor:
         form; parts: True to separate the seconds due to messages, which takes a second simulation without messages."""
         layout, problem, groups = self.layout, self.problem, self.groups
         program = program_for(layout, problem.config, problem.sequence) if simulate and layout.pp > 1 else None
-        of, priced = self.pipeline(program), (self.at_once, self.zero, groups)
+        of = self.pipeline(program)
+        priced = self.at_once, self.zero, groups
         ranks, _ = of.rank_seconds(*priced)
         totals = layout.micro_batches / of.replicas * ranks[..., 0]
         busiest = totals.sum(axis=(1, 2)).argmax()

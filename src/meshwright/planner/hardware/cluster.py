@@ -149,8 +149,7 @@ def _from_shorthand(text: str, where: str) -> Cluster:
             hint = f"; {_unknown_device(text)}"
         raise UserError(f"{where} is not a number and kind of devices{hint}")
     counts = [_whole(part, where) for part in match.groups()[:2] if part is not None]
-    device = _catalogued(match[3], where)
-    table: dict[str, Any] = {"device": device.name, "devices": math.prod(counts)}
+    table: dict[str, Any] = {"device": _catalogued(match[3], where).name, "devices": math.prod(counts)}
     if len(counts) == 2:
         table["devices_per_node"] = counts[1]
     return replace(_from_mapping(table, where), name=text.lower())

@@ -137,7 +137,7 @@ def compare_eight_bit_shares(family: str) -> float:
     """Return (fraction of the fp8 peak) / (fraction of the bf16 peak) that matrix products reach: the median over the
     devices of a family of architectures (such as "Hopper") on which both were measured; 1 if there are none."""
     alike = [each.shares for each in DEVICES if each.architecture.startswith(family)]
-    return statistics.median([one["fp8"] / one["bf16"] for one in alike if "fp8" in one] or [1.0])
+    return statistics.median([one["fp8"] / one["bf16"] for one in alike if one.keys() >= {"fp8", "bf16"}] or [1.0])
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:

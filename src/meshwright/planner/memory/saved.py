@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cache, lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -111,7 +110,8 @@ def _layer(batch: MicroBatch, layer: int, compiled: bool, input_gradient: bool =
         return
     yield from compiled_blocks.CompiledBlock(batch, layer_kind(batch.config, layer)).saved_tensors
     if batch.layout.expert_parallel and batch.config.has_experts(layer):
-        yield from [SavedTensor("mlp.input", *of_input)] * (recompute == "selective")
+        if recompute == "selective":
+            yield SavedTensor("mlp.input", *of_input)
         yield from (each for each in layer_tensors(batch, layer) if each.name.startswith("mlp."))
 
 
@@ -166,16 +166,14 @@ def _head(batch: MicroBatch, stage: Stage, at_once: bool, tp_rank: int, compiled
     keeps = not batch.responses and not config.encoder and blocks.keeps_gradient(batch, len(stage.layers), at_once)
     # The last ranks along tp may have fewer rows of the head.
     rows = at_least(at_most(config.vocabulary - tp_rank * batch.vocabulary, batch.vocabulary), 0)
-    flags = {"several_chunks": several, "keeps_gradient": keeps}
-    sizes = layer_dimensions(batch, 0, {"head_rows": rows}, flags)
+    sizes = layer_dimensions(batch, 0, {"head_rows": rows}, {"several_chunks": several, "keeps_gradient": keeps})
     yield from _listed("encoder_head" if config.encoder else "loss", sizes)
 
 
-def _prediction(batch: MicroBatch, stage: Stage, *loss: Any) -> Iterator[SavedTensor]:
-    """Yield the tensors that the module of multi-token prediction saves, with its loss. loss: further arguments of
-    `_head`."""
+def _prediction(batch: MicroBatch, stage: Stage, at_once: bool, tp_rank: int, compiled: bool) -> Iterator[SavedTensor]:
+    """Yield the tensors that the module of multi-token prediction saves, with its loss. Arguments: see `_head`."""
     inputs = [each for operator in blocks.read_operators(batch, "prediction") for each in operator.saved]
-    for each in (*inputs, *_layer(batch, batch.config.layers, compiled=loss[-1])):
+    for each in (*inputs, *_layer(batch, batch.config.layers, compiled)):
         yield each._replace(name=f"{PREDICTION}.{each.name}")
-    for each in _head(batch, stage, *loss):
+    for each in _head(batch, stage, at_once, tp_rank, compiled):
         yield each._replace(name=f"{PREDICTION_LOSS}.{each.name}")

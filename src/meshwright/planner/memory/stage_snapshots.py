@@ -129,9 +129,12 @@ class StageSnapshots:
     def find_peak(self, kind: int, state: PassState) -> Snapshot:
         """Return the memory snapshot at the peak of one pass of the stage. kind: forward, backward, input-gradient or
         weight-gradient pass; state: state of the stage when the pass begins."""
-        others = {Kind.FORWARD: self._forward, Kind.WEIGHT_GRADIENT: self._weight_gradients}
-        other = others.get(Kind(kind))
-        snapshots = other(state) if other else self._backward(kind == Kind.INPUT_GRADIENT, state)
+        if kind == Kind.FORWARD:
+            snapshots = self._forward(state)
+        elif kind == Kind.WEIGHT_GRADIENT:
+            snapshots = self._weight_gradients(state)
+        else:
+            snapshots = self._backward(kind == Kind.INPUT_GRADIENT, state)
         return max(snapshots, key=lambda snapshot: snapshot.bytes)
 
     def _by_unit(self, saved: Sequence[Allocation]) -> dict[str, list[Allocation]]:
@@ -320,8 +323,7 @@ class StageSnapshots:
         at, number, saved = self.batch, self._layer[unit], self._whole_of[unit]
         kind, queue = layer_kind(at.config, number), int(queued_bytes(at, saved, number, False)) if split else 0
         sizes = adapter_sizes(at, number) | {"split": int(split), "mlp_queue": queue}
-        flags = {"split": split, "arrived": arrived}
-        layer = Pass(layer_dimensions(at, number, sizes, flags), saved, f"{unit}.")
+        layer = Pass(layer_dimensions(at, number, sizes, {"split": split, "arrived": arrived}), saved, f"{unit}.")
         return [
             (name, [*extras, *(attention_workspaces(at, kind) if name == ".attention" else ())])
             for section in ("mixture" if kind.mixed else "mlp", "mlp_norm", "attention")
@@ -331,9 +333,16 @@ class StageSnapshots:
     @cached_method
     def _queue_of(self, unit: str) -> int:
         """Return the bytes that the queued weight gradients of a unit, such as "layers.3", keep allocated."""
-        if (block := self._block(unit)) is not None:
-            return block.queued_bytes
-        return int(queued_bytes(self.batch, self._whole_of[unit], self._layer[unit])) if unit in self._layer else 0
+        predicts, config, block = PREDICTION in self._layer, self.batch.config, self._block(unit)
+        if unit == "head" and predicts and not config.tied and config.adapter is None:
+            # The gradient of the head's weight waits for those of the prediction, which are in the same FSDP unit.
+            return int(layer_dimensions(self.batch, 0)["vocabulary hidden x"])
+        # Of the prediction's projection: the input, twice as wide as the stream, and the gradient of the output.
+        projection = 3 * int(self.batch.stream_bytes) if unit == PREDICTION else 0
+        if block is not None:
+            return projection + block.queued_bytes
+        layer = self._layer.get(unit)
+        return 0 if layer is None else projection + int(queued_bytes(self.batch, self._whole_of[unit], layer))
 
     @cached_method
     def _block(self, unit: str) -> CompiledBlock | None:
@@ -356,14 +365,14 @@ class StageSnapshots:
         if self.step.tied and ("head" in names or (step > 0 and self.both_ends)):
             names.add("embedding")
         flats = (flat for flat in self.step.list_flats(sorted(names)) if flat.zero == 3)
-        itemsize = self.batch.itemsize
-        return [message(f"{flat.name} gathered", flat.held_bytes(flat.padded, itemsize)) for flat in flats]
+        return [message(f"{flat.name} gathered", flat.held_bytes(flat.padded, self.batch.itemsize)) for flat in flats]
 
     def _in_flight(self, posted: Sequence[Reduction], opened: Sequence[Flat] = ()) -> list[Allocation]:
         """Return the tensors of the gradient reductions in flight, and the unsharded gradients that do not fit into the
         buffers that layers share, which are counted elsewhere. posted: all reductions started so far; only the last few
         are in flight; opened: flat parameter buffers whose gradients are being accumulated."""
-        flying, wide, found = [each for each in posted if each.flat.zero][-REDUCTIONS_IN_FLIGHT:], self.batch.wide, []
+        wide, found = self.batch.wide, list[Allocation]()
+        flying = [each for each in posted if each.flat.zero][-REDUCTIONS_IN_FLIGHT:]
         for flat, later in flying:
             shard = flat.padded // flat.shards * wide
             if flat.zero >= 2 and later:

@@ -83,8 +83,7 @@ class ScreenedLayouts:
 def screen(problem: Problem) -> ScreenedLayouts:
     """Predict seconds and bytes of all layouts in the search space of a planning problem in closed form."""
     every = candidates(problem)
-    factors = measured_step_factors(problem.cluster, problem.precision, problem.engine)
-    layer_times = LayerTimes(problem, every, factors)
+    layer_times = LayerTimes(problem, every, measured_step_factors(problem.cluster, problem.precision, problem.engine))
     summed, memory = layer_times.sum_parts(), ActivationBytes(problem, every, layer_times.kinds)
     blocks: list[tuple[Array, ...]] = []
     found = list(pipeline_candidates(problem))
@@ -230,7 +229,7 @@ def _screen_pipeline(
     activations = costs.activations(pipeline, at_once) + costs.passing
     makespans: dict[tuple[int, bool], Floats] = {}
     engine = grid.layer_times.problem.engine
-    settings = [(zero, inside) for zero in engine.zero for inside in (False, True)[: 1 + (zero > 0)]]
+    settings = [(zero, inside) for zero in engine.zero for inside in ((False, True) if zero else (False,))]
     for zero, inside in settings:
         sharding = grid.sharding[inside]
         chosen = fits & sharding.fits if zero else fits
