@@ -215,8 +215,9 @@ OVERLAPPED = [
 SUMMED = [Step(WIDE, f"tp4{again}", *size) for again in (" ac:full", "", ":nosp") for size in ((32, 64), (1, 512))]
 """The peak is in a sum over ranks: of attention's output, or of the gradient of the head's input."""
 SOME = [
-    *OVERLAPPED[:2], SUMMED[0], DATA_AND_TENSOR[2], DATA_AND_TENSOR[4], Step(SMALL_HEAD, "cp4 ac:selective", 8, 256),
-    Step(MIXTURE, "dp4 ep2:etp2", 32, 64), EXPERTS[-1], OVERLAPPED[3],
+    *(step._replace(config=dataclasses.replace(step.config, layers=1), batch=step.batch // 2)  # peaks as in the whole
+      for step in (*OVERLAPPED[:2], SUMMED[0], EXPERTS[-1])), Step(MIXTURE, "dp4 ep2:etp2", 32, 64),
+    *DATA_AND_TENSOR[2:5:2], OVERLAPPED[3], Step(SMALL_HEAD, "cp4 ac:selective", 8, 256),
     Step(dataclasses.replace(PREDICTS, tied=False), "dp2 pp2:zb-h1 mb2", 8, 128),
     Step(dataclasses.replace(DEEP, layers=4), "dp2 zero2 pp2:zb-v mb4", 32, 64),  # two layers on one rank
 ]  # fmt: skip
@@ -238,13 +239,14 @@ SOME = [
     ],
 )
 def test_states_and_peak_of_ranks_match_prediction(steps: list[Step]) -> None:
+    exact = [*DATA_AND_TENSOR, *OVERLAPPED[:-2], *SUMMED, EXPERTS[-1], *SOME[:4], SOME[-1]]
     with LocalRanks(4) as ranks:
         for step in steps:
             for rank, found in enumerate(ranks.run(measure, step)):
                 check_states(found)
                 # A thread of gloo may hold a sum for a moment after its wait: 1.5% of the peak of the last two.
-                near = 0.01 if step in [*DATA_AND_TENSOR, *OVERLAPPED[:-2], *SUMMED, EXPERTS[-1], SOME[-1]] else 0.03
-                assert found.predicted.peak_bytes == pytest.approx(found.peak, rel=near), (step, rank, found.where)
+                near = pytest.approx(found.peak, rel=0.01 if step in exact else 0.03)
+                assert found.predicted.peak_bytes == near, (step, rank, found.where)
 
 
 def test_engine_constants_match_planner() -> None:
