@@ -18,16 +18,19 @@ def die_with_parent() -> None:
 
 def read_sleep(process: int) -> str:
     """Return a text that stays the same while all threads of a process sleep or are stopped: how often its main thread
-    has left the CPU. Return "" while a thread computes, waits for a CPU, or reads from a disk, while the process has
-    children (such as a compiler), and if the threads cannot be read. process: process ID on this machine."""
-    threads = Path(f"/proc/{process}/task")
+    has left the CPU, and the bytes that the process has written. Return "" while a thread computes, waits for a CPU, or
+    reads from a disk, while the process has children (such as a compiler), and if /proc does not show all of this.
+    process: process ID on this machine."""
+    place = Path(f"/proc/{process}")
     try:
-        for thread in os.listdir(threads):
-            status = (threads / thread / "status").read_text()
+        for thread in os.listdir(place / "task"):
+            status = (place / "task" / thread / "status").read_text()
             runs = "State:\tR" in status or "State:\tD" in status
-            polls = "Name:\tgloo_tcp_loop" in status  # wakes up 100 times a second, also without messages
-            if (runs and not polls) or (threads / thread / "children").read_text():
+            # It wakes up 100 times a second, also without messages; the bytes show if it sends one.
+            polls = "Name:\tgloo_tcp_loop" in status
+            if (runs and not polls) or (place / "task" / thread / "children").read_text():
                 return ""
-        return (threads / str(process) / "status").read_text().rpartition("\nvoluntary_ctxt_switches:")[2]
+        switches = (place / "task" / str(process) / "status").read_text().rpartition("\nvoluntary_ctxt_switches:")[2]
+        return switches + (place / "io").read_text().partition("wchar:")[2].partition("\n")[0]
     except OSError:
         return ""

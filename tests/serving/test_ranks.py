@@ -107,6 +107,7 @@ def wait_for_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lose_the_first_rank(wait: Callable[[pytest.MonkeyPatch], None], outcome: Path) -> None:
     """The first rank exits while it loads; the other one writes what it raises."""
+    dist.barrier()  # both have connected
     if dist.get_rank() == 0:
         os._exit(1)
     try:

@@ -223,12 +223,12 @@ def test_stopped_rank_is_lost_whatever_the_limit_of_its_step(layout: str, steps:
 
 
 def test_process_sleeps_if_no_thread_computes_and_no_child_runs():
-    thread = "import threading; threading.Thread(target=lambda: exec('print(flush=True)\\nwhile 1: pass')).start()"
     commands = {
         "sleeps": ["sh", "-c", "echo; exec cat"],
         "computes": ["sh", "-c", "echo; while :; do :; done"],
-        "a thread computes": [sys.executable, "-c", f"{thread}; threading.Event().wait()"],
+        "a thread computes": run_thread("pass"),
         "waits for a child": ["sh", "-c", "echo; cat; echo"],
+        "sends": run_thread("os.write(file, bytes(9))", "gloo_tcp_loop"),
     }
     with ExitStack() as stack:
         processes = {}
@@ -240,12 +240,21 @@ def test_process_sleeps_if_no_thread_computes_and_no_child_runs():
         pids = {name: process.pid for name, process in processes.items()}
         assert await_sleep(pids["sleeps"]) == read_sleep(pids["sleeps"]) != ""
         time.sleep(0.1)  # the main thread reaches its wait, the child starts
-        assert {read_sleep(pids[name]) for name in commands if name != "sleeps" for _ in range(10)} == {""}
+        assert {read_sleep(pids[name]) for name in list(commands)[1:4] for _ in range(10)} == {""}
+        sent = read_sleep(pids["sends"])
+        assert sent and any(time.sleep(0.05) or read_sleep(pids["sends"]) != sent for _ in range(100))
         os.kill(pids["computes"], signal.SIGSTOP)
         assert await_sleep(pids["computes"]) == read_sleep(pids["computes"])
         processes["sleeps"].kill()
         processes["sleeps"].wait()
         assert read_sleep(pids["sleeps"]) == ""
+
+
+def run_thread(step: str, name: str = "thread") -> list[str]:
+    """Command of a process whose main thread reads, while a thread called `name` runs `step` without end."""
+    begin = f"file = os.open(os.devnull, os.O_WRONLY); ctypes.CDLL(None).prctl(15, b'{name}'); print(flush=True)"
+    thread = f"threading.Thread(target=exec, args=({begin + chr(10) + 'while 1: ' + step!r}, globals()))"
+    return [sys.executable, "-c", f"import ctypes, os, threading; {thread}.start(); input()"]
 
 
 def await_sleep(pid: int) -> str:

@@ -131,7 +131,8 @@ def build(
 ) -> tuple[Path, str]:
     """Compile the kernels for `instruction_set` to a shared library, unless the cache has an undamaged one. Return
     (path of the library, its version from `compute_version`). Where the cache directory cannot be written, the library
-    is kept in a directory for temporary files whose random name nobody can occupy before (`list_directories` finds it).
+    is kept in a directory for temporary files with a random name, so that no other user can create it first
+    (`list_directories` finds it).
 
     log: called with one line before and one after compiling, with one before waiting for another process that compiles,
     and for the first library with one if the cache directory cannot be written. count: (number, total) of this library

@@ -130,8 +130,9 @@ struct Run {
     std::vector<float> partials;  // results of spans that several items compute
     std::vector<Pairs> rounded;  // the inputs of the current product: [inputs + 31][rounded_stride / 32][32]
     std::vector<QueryTile> tiles{};
-    // Most spans and tokens of any tile; items of a tile and head, rows of a tile, floats of a span's results.
-    long spans = 1, tile_tokens = 1, parts = 1, rows = 0, floats = 0;
+    // Current operation; most spans and tokens of any tile; items of a tile and head; rows of a tile; floats of a
+    // span's results.
+    long current = -1, spans = 1, tile_tokens = 1, parts = 1, rows = 0, floats = 0;
     std::vector<long> done{}, ends{};  // parts of each tile and head; items up to the end of each matrix
 };
 
@@ -257,7 +258,7 @@ struct Pool {
                 run_.tile_tokens = std::max(run_.tile_tokens, run_.tiles.back().count);
                 run_.spans = std::max(run_.spans, step->positions[end - 1] / SPAN_TOKENS + 1);
             }
-        current_ = -1, begin_next();
+        begin_next();
         for (uint64_t seen; (seen = take_items(0)) & MASK;) wait_for_change(ranges_[0], seen);  // no items: all is done
         if (moves) sched_setaffinity(0, sizeof before, &before);
     }
@@ -282,7 +283,7 @@ struct Pool {
                 while (const uint64_t left = (ticket = next.load(std::memory_order_relaxed)) & MASK) {
                     const uint64_t count = std::min(most_.load(std::memory_order_relaxed), (left + 1) / 2);
                     if (next.compare_exchange_weak(ticket, ticket - count, std::memory_order_acq_rel))
-                        execute(run_.ops[current_], run_, (ticket >> BITS & MASK) - left, count), mine += count;
+                        execute(run_.ops[run_.current], run_, (ticket >> BITS & MASK) - left, count), mine += count;
                 }
             }
             if (!mine || left_.fetch_sub(mine, std::memory_order_acq_rel) != mine) return seen;
@@ -291,14 +292,14 @@ struct Pool {
     }
     void begin_next() {
         long items = 0;
-        while (!items && ++current_ < run_.count) {
-            const Op& op = run_.ops[current_];
+        while (!items && ++run_.current < run_.count) {
+            const Op& op = run_.ops[run_.current];
             items = begin_items(op, run_);
             most_.store(op.kind == ATTENTION ? 1 : MOST_ITEMS, std::memory_order_relaxed);
             // A few rows are done before others could help.
             if (items <= FEW_ITEMS && op.kind != LINEAR && op.kind != ATTENTION) execute(op, run_, 0, items), items = 0;
         }
-        long next = current_ + 1;
+        long next = run_.current + 1;
         while (next < run_.count && (run_.ops[next].kind != LINEAR || run_.ops[next].routing.order)) ++next;
         for (size_t i = 0; i < ranges_.size() && next < run_.count; ++i) {
             const Matrix& matrix = run_.ops[next].matrix;  // the pairs of panels of all matrices follow one another
@@ -329,7 +330,7 @@ struct Pool {
     }
 
     Run run_{};
-    long current_ = 0; uint64_t number_ = 0; std::atomic<bool> stop_{false};
+    uint64_t number_ = 0; std::atomic<bool> stop_{false};
     std::atomic<uint64_t> most_{MOST_ITEMS};  // items that a thread takes at once
     alignas(64) std::atomic<uint64_t> left_{0};  // items of the current operation that are not counted yet
     alignas(64) std::vector<Range> ranges_;
