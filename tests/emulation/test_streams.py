@@ -932,7 +932,7 @@ def test_reduction_that_one_rank_posts_after_the_next_all_gather_is_a_circular_w
     """Although results are right: over two communicators, devices may wait for each other."""
     text, reducer, late = "dp2 zero3", zero.GradientReducer, "self.__dict__.setdefault('late', [])"
     post = f"while {late}: {late}.pop()()\n    "
-    keep = f"(self.launch if unit.axes.data.rank else {late}.append)(partial("
+    keep = f"(self.launch if self._units[name].axes.data.rank else {late}.append)(partial("
     with (
         StreamRanks(2) as ranks,
         edited(reducer, "reduce", "self.launch(partial(", post + keep),
