@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import Any, TextIO
@@ -87,6 +87,28 @@ def wrap_line(line: str, width: int, indent: str) -> str:
     joined = re.sub(r'"meshwright [^"]*"|`[^`]*`', lambda found: found[0].replace(" ", "\0"), line)
     wrapped = fill(joined, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return wrapped.replace("\0", " ")
+
+
+def format_table(
+    rows: Sequence[Sequence[str]], width: int | None = None, droppable: Sequence[str] = (),
+    right: Sequence[bool] | None = None,
+) -> list[str]:  # fmt: skip
+    """Format a table as lines of text; the first row is the head.
+
+    width: most characters of a line; as long as lines are longer, the columns `droppable` are left out one by one.
+    right: True for each right-aligned column; None: numbers are right-aligned, columns with words left-aligned."""
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    if right is None:
+        right = [not any(map(str.isalpha, "".join(column[1:]))) for column in columns]
+    align = [str.rjust if number else str.ljust for number in right]
+    aligned = ([put(cell, size) for cell, size, put in zip(row, widths, align, strict=True)] for row in rows)
+    lines = ["  ".join(cells).rstrip() for cells in aligned]
+    if width is None or not droppable or max(map(len, lines)) <= width:
+        return lines
+    at = rows[0].index(droppable[0])
+    fewer, right = [[*row[:at], *row[at + 1 :]] for row in rows], [*right[:at], *right[at + 1 :]]
+    return format_table(fewer, width, droppable[1:], right)
 
 
 def wrap_items(text: str, width: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from decimal import Decimal
 
 from meshwright.errors import UserError
@@ -71,6 +72,30 @@ def _parse_quantity(text: str, units: dict[str, Decimal], where: str, right: str
     if not value < 1e300:
         raise UserError(f"{where}: {text} is too large")
     return value
+
+
+@dataclass(frozen=True, slots=True)
+class ByteUnit:
+    """Unit in which several sizes in bytes are printed together. name: such as "GiB"; bytes: bytes of one unit."""
+
+    name: str
+    bytes: float
+
+    @classmethod
+    def find(cls, largest: float) -> ByteUnit:
+        """Return the largest unit, from KiB to GiB, in which `largest` bytes are at least 1; KiB for less."""
+        units = (cls("GiB", GIB), cls("MiB", 2.0**20), cls("KiB", 2.0**10))
+        return next((unit for unit in units if largest >= unit.bytes), units[-1])
+
+    def number(self, size: float) -> str:
+        """Format a size in bytes in this unit, without the unit's name."""
+        return f"{size / self.bytes:,.2f}"
+
+
+def format_size(size: float) -> str:
+    """Format a size in bytes in the unit that `ByteUnit` chooses, with one decimal place, such as `1.5 GiB`."""
+    unit = ByteUnit.find(size)
+    return f"{size / unit.bytes:,.1f} {unit.name}"
 
 
 def format_bytes(value: float) -> str:

@@ -21,6 +21,7 @@ from meshwright.program.check_collective import CheckedCollective, check_collect
 from meshwright.program.collective import CollectiveProgram
 from meshwright.program.load import load_program
 from meshwright.program.simulate_collective import CollectiveTiming, simulate_collective
+from meshwright.terminal import format_table
 
 REDUCING = ("reduce", "reduce-scatter", "all-reduce")
 MAX_RANKS = 1 << 17  # limit for an answer within a minute
@@ -175,10 +176,7 @@ def format_ranking(choice: Choice) -> list[str]:
     """Return the algorithms of `choice` as lines of text. They are sorted by time, fastest first; then come algorithms
     that were skipped or do not accept the number of ranks."""
     rows = [RANKING_HEAD, *([cell or "-" for cell in row] for row in list_ranking_rows(choice))]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}".rstrip() for a, b, c, d in rows
-    ]
+    lines = [f"  {line}" for line in format_table(rows, right=(False, False, True, True))]
     if choice.left_out:
         lines.append(f"  not simulated, as their closed forms are far from the best: {', '.join(choice.left_out)}")
     return lines + [f"  refused: {reason}" for reason in choice.refused.values()]

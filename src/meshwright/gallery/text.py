@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping
 
 from meshwright.gallery.explanation import COLUMNS, Explanation, Figure, Step, Table, Text
+from meshwright.terminal import format_table
 
 
 def render_text(explanation: Explanation, width: int = 80) -> str:
@@ -66,12 +67,7 @@ def _render_table(table: Table, width: int) -> str:
             named = [f"    {name}: {cell}" for name, cell in zip(head[1:], row[1:], strict=True) if cell]
             records += [_wrap_indented(words, width) for words in (f"  {row[0]}", *named)]
         return "\n".join(records)
-    lines = []
-    for line in (head, *rows):
-        cells = [
-            f"{cell:>{n}}" if to else f"{cell:<{n}}" for cell, n, to in zip(line, sizes, table.numeric, strict=True)
-        ]
-        lines.append(("  " + "  ".join(cells)).rstrip())
+    lines = [f"  {line}" for line in format_table((head, *rows), right=table.numeric)]
     lines.insert(1, "  " + "  ".join("-" * n for n in sizes))
     return "\n".join(lines)
 

@@ -9,6 +9,7 @@ from meshwright.collectives.quantities import format_bytes
 from meshwright.planner.hardware.devices import find_device
 from meshwright.planner.hardware.measured import Curve, Measured, read_measured
 from meshwright.probe.compare import THRESHOLD, SlowRank
+from meshwright.terminal import format_table
 from meshwright.toml import format_toml, format_toml_value
 
 _TERA, _GIGA = 1e12, 1e9
@@ -207,8 +208,7 @@ def format_summary(found: Mapping[str, Any], path: str) -> str:
         worst = {what: max(range(len(by)), key=by.__getitem__) for what, by in found["ratios"].items()}
         ratios = [f"{what}: rank {at} at {found['ratios'][what][at]:.2f}" for what, at in worst.items()]
         rows.append(("slowest", f"{', '.join(ratios)} times the others (reported above {THRESHOLD:g})"))
-    width = max(len(name) for name, _ in rows)
-    lines = [f"{name:<{width}}  {value}" for name, value in rows]
+    lines = format_table(rows)
     lines += [f"warning: {SlowRank(**each).line}" for each in found["slow"]]
     if found["failed"]:
         lines.append(f"warning: {format_failure(found)}")

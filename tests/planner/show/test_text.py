@@ -9,9 +9,10 @@ import pytest
 from click.testing import CliRunner
 
 from meshwright.cli.main import meshwright
+from meshwright.collectives.quantities import format_size
 from meshwright.planner.api import plan
 from meshwright.planner.show.explain import explain, find_busiest_rank
-from meshwright.planner.show.text import explain_text, format_size, seconds_text
+from meshwright.planner.show.text import explain_text, seconds_text
 from meshwright.terminal import wrap_line
 
 REQUEST = ("plan", "llama-3.1-405b", "--cluster", "1024xh100-sxm", "--sequence", "8192", "--batch", "512")

@@ -9,6 +9,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from meshwright.collectives.quantities import ByteUnit, format_size
 from meshwright.draw import page as draw
 from meshwright.draw.axis import make_log_axis
 from meshwright.draw.bars import draw_page_bars
@@ -55,7 +56,7 @@ def _search(result: SearchResult, least: Nearest | None) -> Iterator[Markup]:
     """Yield the page's sections on a search: a table of the best layouts, a list of faster layouts that do not fit, and
     a scatter plot of memory against time. least: layouts that come closest to fitting; None if some layout fits."""
     if result.best:
-        unit = text.Unit.of(max(one.memory.device_bytes for one in result.best))
+        unit = ByteUnit.find(max(one.memory.device_bytes for one in result.best))
         head = ("layout", "step s", "low", "high", "tokens/s/device", "MFU", f"memory {unit.name}")
         yield element("h2", f"The best of {result.searched:,} layouts")
         yield table((*head, "compared with the first"), text.best_cells(result, unit))
@@ -72,7 +73,7 @@ def _search(result: SearchResult, least: Nearest | None) -> Iterator[Markup]:
         larger = [
             (
                 str(one.layout), text.seconds_text(result.problem, one.layout, one.seconds),
-                text.format_size(one.bytes), text.change_text(result.problem, one) or text.NO_CHANGE,
+                format_size(one.bytes), text.change_text(result.problem, one) or text.NO_CHANGE,
             )
             for one in result.advice
         ]  # fmt: skip
@@ -127,7 +128,7 @@ def _categories(ranks: Sequence[Ledger]) -> Iterator[Markup]:
         size = attrgetter("device_bytes")
         some = {rank.pp_rank: rank for rank in (ranks[0], min(ranks, key=size), max(ranks, key=size), ranks[-1])}
         shown = [some[number] for number in sorted(some)]
-    unit = text.Unit.of(max(rank.device_bytes for rank in shown))
+    unit = ByteUnit.find(max(rank.device_bytes for rank in shown))
     named = [part for part in shown[0].by_category() if any(rank.by_category()[part] for rank in shown)]
     rows = [(part, *(unit.number(rank.by_category()[part]) for rank in shown)) for part in named]
     rows.append(("total", *(unit.number(rank.device_bytes) for rank in shown)))
@@ -139,7 +140,7 @@ def _bill(memory: Ledger) -> Iterator[Markup]:
     """Yield the page's section on the tensors of one pipeline rank at its memory peak: a heading and a table. memory:
     memory of the rank."""
     yield element("h2", f"Memory of pipeline rank {memory.pp_rank} at its peak ({memory.peak_snapshot})")
-    unit, smallest = text.Unit.of(memory.peak_bytes), 1e-3 * memory.peak_bytes
+    unit, smallest = ByteUnit.find(memory.peak_bytes), 1e-3 * memory.peak_bytes
     items = merge_layers(memory.items)
     head, *rows = text.tensor_rows([item for item in items if abs(item.bytes) >= smallest], unit)
     rest = sum(item.bytes for item in items if abs(item.bytes) < smallest)
@@ -199,9 +200,9 @@ def memory_time_scatter(result: SearchResult, marked: Sequence[Estimate]) -> Mar
     chosen = near[:: max(1, len(near) // MOST_DOTS)]
     points = [*zip(every.seconds[chosen].tolist(), size[chosen].tolist(), strict=True)]
     shown = [(one.time.seconds, float(one.memory.device_bytes), one.layout) for one in marked]
-    best = [(took, size, f"{layout}: {took:.4g} s, {text.format_size(size)}") for took, size, layout in shown]
+    best = [(took, size, f"{layout}: {took:.4g} s, {format_size(size)}") for took, size, layout in shown]
     seconds, sizes = ([*(point[at] for point in points), *(one[at] for one in best)] for at in (0, 1))
-    unit = text.Unit.of(max(min(*sizes, room), room / 100))
+    unit = ByteUnit.find(max(min(*sizes, room), room / 100))
     across = make_log_axis(seconds, "time of a step", lambda at: f"{at:.4g} s")
     up = make_log_axis(
         [*sizes, room], "memory of a device against time of a step",
@@ -222,11 +223,11 @@ def memory_bars(rows: Sequence[tuple[str, dict[str, float]]], limit: float) -> M
     """Return stacked bars of memory with a legend, one bar for each item of `rows`. An item is (label, {category:
     bytes}). limit: bytes of a device's memory, drawn as a line."""
     used = [part for part in rows[0][1] if any(parts[part] > 0 for _, parts in rows)]
-    drawn = draw_page_bars(rows, COLOURS, text.format_size, "memory of each rank", _device_limit(limit))
+    drawn = draw_page_bars(rows, COLOURS, format_size, "memory of each rank", _device_limit(limit))
     return join([drawn, legend((part, COLOURS[part]) for part in used)])
 
 
 def _device_limit(limit: float) -> tuple[float, str]:
     """Return (position in bytes, label) of the line that marks a device's memory limit in a plot. limit: the limit in
     bytes."""
-    return limit, f"{text.format_size(limit)} of a device"
+    return limit, f"{format_size(limit)} of a device"

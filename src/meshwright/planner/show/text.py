@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
+from meshwright.collectives.quantities import ByteUnit, format_size
 from meshwright.layout import Layout
 from meshwright.planner.calibrate import RunFigures
 from meshwright.planner.cost.bounds import StepProperties, bound_seconds
@@ -21,7 +21,7 @@ from meshwright.planner.search.nearest import Nearest
 from meshwright.planner.search.search import SearchResult, TooLargeLayout
 from meshwright.planner.search.shortlist import MOST_PRICED
 from meshwright.planner.show.explain import OperationTime
-from meshwright.terminal import LEAST_WORDS, wrap_line
+from meshwright.terminal import LEAST_WORDS, format_table, wrap_line
 from meshwright.toml import read_packaged_toml
 
 WIDE = 200
@@ -68,7 +68,7 @@ def search_text(result: SearchResult, width: int = WIDE) -> str:
 def _best(result: SearchResult, width: int) -> Iterator[str]:
     """Yield the lines of a text table of the best layouts of a search. width: maximum characters of a line; long words
     may exceed it."""
-    unit = Unit.of(max(one.memory.device_bytes for one in result.best))
+    unit = ByteUnit.find(max(one.memory.device_bytes for one in result.best))
     cells = best_cells(result, unit)
     rows = [(step, f"{low} - {high}", *rest) for _, step, low, high, *rest, _ in cells]
     figures = format_table([("step s", "low - high", "tokens/s/device", "MFU", unit.name), *rows])
@@ -83,7 +83,7 @@ def _best(result: SearchResult, width: int) -> Iterator[str]:
         yield wrap_line(f"{name if fits else '':{before}}  {line}  {why}", width, indent)
 
 
-def best_cells(result: SearchResult, unit: Unit) -> list[tuple[str, ...]]:
+def best_cells(result: SearchResult, unit: ByteUnit) -> list[tuple[str, ...]]:
     """Return one table row per best layout of a search: layout, seconds of a step, their low and high bound,
     tokens/s/device, MFU, memory in `unit`, remark. The remark says why the layout is slower than the first, and ends
     with "tight" if little memory stays free."""
@@ -169,7 +169,7 @@ def estimate_text(estimate: Estimate, width: int = WIDE) -> str:
     long words may exceed it."""
     time = estimate.time
     parts = [f"{part} {took:.3g} s ({share_text(took / time.seconds)})" for part, took in list_parts(time).items()]
-    rows = list(_bill(estimate, Unit.of(estimate.memory.device_bytes)))
+    rows = list(_bill(estimate, ByteUnit.find(estimate.memory.device_bytes)))
     figures = format_table([row[:2] for row in rows])
     described = [f"time: {', '.join(parts)}", f"memory: {memory_text(estimate)}"]
     if estimate.layout.world_size > 1:
@@ -259,7 +259,7 @@ def share_text(share: float) -> str:
     return f"{share:.0%}" if share >= 0.005 else "<1%"
 
 
-def _bill(estimate: Estimate, unit: Unit) -> Iterator[tuple[str, str, str]]:
+def _bill(estimate: Estimate, unit: ByteUnit) -> Iterator[tuple[str, str, str]]:
     """Yield the rows of a table of memory on the pipeline rank with the highest peak: (category, its memory in `unit`,
     its largest items). estimate: estimate of the layout."""
     yield "", unit.name, "of which"
@@ -283,13 +283,13 @@ def _bill(estimate: Estimate, unit: Unit) -> Iterator[tuple[str, str, str]]:
 def ledger_text(memory: Ledger, width: int = WIDE) -> str:
     """Format every tensor of a rank at its memory peak as a table; equal tensors of several layers share a line.
     memory: memory of the rank. width: maximum characters of a line; columns that do not fit are dropped."""
-    unit = Unit.of(memory.peak_bytes)
+    unit = ByteUnit.find(memory.peak_bytes)
     rows = tensor_rows(merge_layers(memory.items), unit)
     title = f"pipeline rank {memory.pp_rank} at {memory.peak_snapshot}: {format_size(memory.peak_bytes)} of tensors"
     return "\n".join([title, *format_table(rows, width, ("category", "stage", "lifetime", "dtype", "shape"))])
 
 
-def tensor_rows(items: Sequence[Allocation], unit: Unit) -> list[tuple[str, ...]]:
+def tensor_rows(items: Sequence[Allocation], unit: ByteUnit) -> list[tuple[str, ...]]:
     """Return the rows of a table of tensors (`items`), the header first. Cells: name, category, shape, dtype, size in
     `unit`, stage, and the events between which the tensor is allocated ("temporary" if both events are the same)."""
     rows: list[tuple[str, ...]] = [("tensor", "category", "shape", "dtype", unit.name, "stage", "lifetime")]
@@ -342,48 +342,6 @@ def explain_text(layout: Layout, pp_rank: int, rows: Sequence[OperationTime], wi
     title = f"computation of a micro-batch{where}: {total * 1e3:,.4g} ms; {several} per step"
     lines = format_table([head, *shown], width, ("MB", "GFLOP", "count", "shape", "FLOP/byte"))
     return "\n".join([wrap_line(title, width, "  "), *lines, *more])
-
-
-def format_table(rows: Sequence[Sequence[str]], width: int | None = None, droppable: Sequence[str] = ()) -> list[str]:
-    """Format a table as lines of text; the first row is the head. Columns with words are left-aligned, numbers
-    right-aligned.
-
-    width: most characters of a line; as long as lines are longer, the columns `droppable` are left out one by one."""
-    columns = list(zip(*rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    align = [str.ljust if any(map(str.isalpha, "".join(column[1:]))) else str.rjust for column in columns]
-    aligned = ([put(cell, size) for cell, size, put in zip(row, widths, align, strict=True)] for row in rows)
-    lines = ["  ".join(cells).rstrip() for cells in aligned]
-    if width is None or not droppable or max(map(len, lines)) <= width:
-        return lines
-    at = rows[0].index(droppable[0])
-    return format_table([[*row[:at], *row[at + 1 :]] for row in rows], width, droppable[1:])
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """Unit in which sizes in bytes are printed. name: such as "GiB"; bytes: bytes of one unit."""
-
-    name: str
-    bytes: float
-
-    @classmethod
-    def of(cls, largest: float) -> Unit:
-        """Return the largest unit in which `largest` bytes are at least 1."""
-        return next((cls(name, size) for name, size in _UNITS if largest >= size), cls(*_UNITS[-1]))
-
-    def number(self, size: float) -> str:
-        """Format a size in bytes in this unit, without the unit's name."""
-        return f"{size / self.bytes:,.2f}"
-
-
-def format_size(size: float) -> str:
-    """Format a size in bytes, such as `1.5 GiB`."""
-    unit = Unit.of(size)
-    return f"{size / unit.bytes:,.1f} {unit.name}"
-
-
-_UNITS = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
 
 
 def _count(number: int) -> str:
