@@ -38,8 +38,8 @@ from meshwright.comm.mesh import Mesh
 from meshwright.kernels import device_operations
 from meshwright.layout import Layout
 from meshwright.model.transformer import Transformer
-from meshwright.planner.serving.device_ledger import CONTEXT_BYTES, device_ledger
 from meshwright.planner.serving.ledger import ServingSizes
+from meshwright.planner.serving.runners import CONTEXT_BYTES, serving_ledger
 from meshwright.serving.device_runner import DeviceRunner
 from meshwright.serving.engine import Engine, build_scheduler
 from meshwright.serving.offline import run_requests
@@ -334,7 +334,7 @@ def memory(config: ModelConfig) -> dict[str, Any]:
     allocator (context, kernels), against the ledger of `serve`; all without KV blocks. Runs first, so that only the
     kernels of this one model are loaded."""
     sizes = ServingSizes(512, REQUESTS[-1], 1024, "bfloat16", blocks=1024)
-    (rank,) = device_ledger(config, Layout(), sizes).stages
+    (rank,) = serving_ledger(config, Layout(), sizes, "cuda").stages
     runner = build(config, torch.bfloat16, sizes)
     free_memory()  # of the random weights
     scored = Sampling(max_tokens=32, logprobs=1, prompt_logprobs=1, temperature=0.9, top_p=0.9)

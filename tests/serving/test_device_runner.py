@@ -26,8 +26,8 @@ from meshwright.layout import Layout
 from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.huggingface import load_huggingface
 from meshwright.model.transformer import Transformer
-from meshwright.planner.serving.device_ledger import CONTEXT_BYTES, SPLIT_COLUMNS, device_ledger
 from meshwright.planner.serving.ledger import RankLedger, ServingSizes
+from meshwright.planner.serving.runners import CONTEXT_BYTES, SPLIT_COLUMNS, serving_ledger
 from meshwright.serving.device_runner import DeviceRunner, StepSizes
 from meshwright.serving.engine import Engine, PipelineEngine, build_runner, build_scheduler
 from meshwright.serving.offline import run_requests
@@ -255,7 +255,7 @@ def test_two_ranks_answer_like_one(layout: str, name: str, two: LocalRanks, dire
     changes = {"experts": 4} if "ep" in layout else {}
     directory = directories(name, **changes)
     expected = answer(make_runner(directory), 11)
-    stages = device_ledger(small_config(name, **changes), Layout.parse(layout), SIZES).stages
+    stages = serving_ledger(small_config(name, **changes), Layout.parse(layout), SIZES, "cuda").stages
     for answers, memory, stage in two.run(answer_on_rank, str(directory), layout):
         assert answers == expected
         check_memory(memory, stages[stage])
@@ -310,7 +310,7 @@ def check_memory(memory: dict[str, int], rank: RankLedger) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_predicted_memory_matches_allocation(name: str, directories: Callable[[str], Path]):
     memory, config = make_runner(directories(name)).memory(), small_config(name)
-    check_memory(memory, device_ledger(config, Layout(), SIZES).stages[0])
+    check_memory(memory, serving_ledger(config, Layout(), SIZES, "cuda").stages[0])
     deep = 3 if len({config.layer_window(layer) for layer in range(3)}) == 1 else 1  # layers of a block
     cached = config.latent.cached_dim if config.latent else 2 * config.kv_heads * config.head_dim
     assert memory["kv"] == 48 * 16 * deep * cached * 4
@@ -401,7 +401,7 @@ def test_tensors_of_a_step_fit_predicted_slack(name: str):
         older = *runner._model.parameters(), *runner._cache, runner._numbers, runner._tables
         with torch.inference_mode(), _Peak(older) as peak:
             runner.compute(StepSizes(budget, budget // 16, 256, 64))
-    (rank,) = device_ledger(config, Layout(), ServingSizes(budget, 6, 64, "bfloat16")).stages
+    (rank,) = serving_ledger(config, Layout(), ServingSizes(budget, 6, 64, "bfloat16"), "cuda").stages
     partial_sums = 4 * SPLIT_COLUMNS * budget  # of batch-invariant products, which are not computed here
     predicted = rank.slack - CONTEXT_BYTES - partial_sums + rank.logits
     assert 0.5 * predicted <= peak.most <= predicted

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +13,9 @@ import pytest
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.kernels.choice import PLAIN_TORCH
-from meshwright.planner.serving.kernel_scratch import StepScratch, scratch_bytes
-from meshwright.planner.serving.ledger import RankLedger, ServingLedger, ServingSizes, serving_ledger
-from meshwright.planner.serving.torch_ledger import torch_ledger
+from meshwright.planner.serving.kernel_scratch import scratch_bytes
+from meshwright.planner.serving.ledger import RankLedger, ServingSizes
+from meshwright.planner.serving.runners import serving_ledger
 from meshwright.serving.engine import build_runner
 from meshwright.serving.rank_starter import RankPlan
 from meshwright.spec.config import ModelConfig
@@ -49,11 +48,9 @@ def measure(directory: str, layout: str, dtype: str, kernels: str | None = None)
     return mesh.pp.rank, memory
 
 
-def predict(
-    name: str, layout: str, dtype: str, ledger: Callable[..., ServingLedger] = serving_ledger
-) -> tuple[RankLedger, ...]:
-    config = small_config(name)
-    return ledger(config, serving_layout(layout, config), ServingSizes(TOKENS, SEQUENCES, LENGTH, dtype)).stages
+def predict(name: str, layout: str, dtype: str, runner: str = "kernels") -> tuple[RankLedger, ...]:
+    config, sizes = small_config(name), ServingSizes(TOKENS, SEQUENCES, LENGTH, dtype)
+    return serving_ledger(config, serving_layout(layout, config), sizes, runner).stages
 
 
 def check(rank: RankLedger, measured: dict[str, int]) -> None:
@@ -107,7 +104,7 @@ def check_plain_torch(rank: RankLedger, measured: dict[str, int]) -> None:
 @pytest.mark.parametrize("name", ["qwen2-tiny", "gpt2-tiny", "qwen2-moe-tiny", "dots1-tiny"])
 def test_predicted_memory_matches_allocation_in_plain_torch(name: str, dtype: str, tmp_path: Path):
     directory = write_model(tmp_path / name, small_config(name))
-    (rank,) = predict(name, "", dtype, torch_ledger)
+    (rank,) = predict(name, "", dtype, "torch")
     check_plain_torch(rank, measure(str(directory), "", dtype, PLAIN_TORCH)[1])
 
 
@@ -116,7 +113,7 @@ def test_predicted_memory_matches_allocation_in_plain_torch_on_two_ranks(
     name: str, layout: str, two: LocalRanks, tmp_path: Path
 ):
     directory = write_model(tmp_path / name, small_config(name))
-    stages = predict(name, layout, "float16", torch_ledger)
+    stages = predict(name, layout, "float16", "torch")
     for stage, measured in two.run(measure, str(directory), layout, "float16", PLAIN_TORCH):
         check_plain_torch(stages[stage], measured)
 
@@ -213,5 +210,5 @@ def test_predicted_scratch_is_what_long_contexts_and_wide_products_take(
     assert done.returncode == 0, done.stderr
     grown, instruction_set = done.stdout.split()
     rounded = (most["dense"], most.get("experts", 0)) if instruction_set in ("amx", "avx512_bf16") else (0, 0)
-    predicted = scratch_bytes(config, heads, 1, StepScratch(tokens, length, 1, *rounded))
+    predicted = scratch_bytes(config, (heads, 1), ServingSizes(tokens, max_length=length), rounded)
     assert 0.8 * predicted - 2**20 < int(grown) < predicted + 2**20

@@ -10,9 +10,8 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.launcher.host_memory import GPU, HostMemory
 from meshwright.layout import Layout
-from meshwright.planner.serving.device_ledger import CONTEXT_BYTES
-from meshwright.planner.serving.ledger import ServingSizes, serving_ledger
-from meshwright.planner.serving.torch_ledger import torch_ledger
+from meshwright.planner.serving.ledger import ServingSizes
+from meshwright.planner.serving.runners import CONTEXT_BYTES, serving_ledger
 from meshwright.serving.memory import DEFAULT_POOL, parse_memory, plan_memory
 from meshwright.spec.presets import preset
 
@@ -85,11 +84,14 @@ def test_memory_without_kernels_is_that_of_plain_torch():
     plan = partial(plan_memory, config, layout, max_length=4096, hosts=[HOST])
     for ledger, expected in (
         (plan(BFLOAT16), serving_ledger(config, layout, sizes)),
-        (plan(BFLOAT16, compiled=False), torch_ledger(config, layout, sizes)),
-        (plan(replace(BFLOAT16, dtype="float16")), torch_ledger(config, layout, replace(sizes, dtype="float16"))),
+        (plan(BFLOAT16, compiled=False), serving_ledger(config, layout, sizes, "torch")),
+        (
+            plan(replace(BFLOAT16, dtype="float16")),
+            serving_ledger(config, layout, replace(sizes, dtype="float16"), "torch"),
+        ),
     ):
         assert ledger.stages == expected.stages and ledger.total <= 0.9 * HOST.total
-    assert serving_ledger(config, layout, sizes).stages != torch_ledger(config, layout, sizes).stages
+    assert serving_ledger(config, layout, sizes).stages != serving_ledger(config, layout, sizes, "torch").stages
 
 
 def test_default_length_is_largest_that_fits():

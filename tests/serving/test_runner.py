@@ -19,8 +19,8 @@ from meshwright.comm.mesh import Mesh
 from meshwright.kernels.choice import PLAIN_TORCH
 from meshwright.layout import Layout
 from meshwright.model.huggingface import load_huggingface
-from meshwright.planner.serving.ledger import KERNEL_DTYPES, ServingSizes, serving_ledger
-from meshwright.planner.serving.torch_ledger import torch_ledger
+from meshwright.planner.serving.ledger import KERNEL_DTYPES, ServingSizes
+from meshwright.planner.serving.runners import serving_ledger
 from meshwright.serving import engine as engine_module
 from meshwright.serving.engine import Engine, Runner, build_runner, build_scheduler
 from meshwright.serving.lowering import Segment
@@ -119,7 +119,7 @@ def test_latent_attention_caches_one_vector_per_token_and_layer(
     runner = build(directories(name), "bfloat16")
     sizes = dataclasses.replace(SIZES, dtype="bfloat16")
     plain = runner.version.startswith("torch")
-    ledger = (torch_ledger if plain else serving_ledger)(runner.config, Layout(), sizes)
+    ledger = serving_ledger(runner.config, Layout(), sizes, "torch" if plain else "kernels")
     vector = 16 + 8 if plain else 32
     assert runner.memory()["kv"] == SIZES.blocks * ledger.kv_block == SIZES.blocks * 16 * 3 * vector * 2
     assert runner.memory()["weights"] == ledger.stages[0].weights

@@ -23,7 +23,7 @@ from meshwright.kernels.build import list_supported_instruction_sets
 from meshwright.launcher.host_memory import GPU, HostMemory
 from meshwright.layout import Layout
 from meshwright.planner.serving.ledger import ServingSizes
-from meshwright.planner.serving.torch_ledger import torch_ledger
+from meshwright.planner.serving.runners import serving_ledger
 from meshwright.serving import serve as serve_module
 from meshwright.spec.config_json import config_from_path
 from tests.conftest import exhaustive
@@ -215,7 +215,7 @@ def test_server_without_compiler_says_why_and_bills_plain_torch(stories: Path, t
     with running(stories, CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path)) as (process, ready):
         predicted, measured = ready["memory"]["predicted"], ready["memory"]["measured"]
         sizes = ServingSizes(max_length=512)
-        ledger = torch_ledger(config_from_path(stories), Layout(), sizes)
+        ledger = serving_ledger(config_from_path(stories), Layout(), sizes, "torch")
         items = ledger.items()
         assert (predicted["packed"], predicted["workspace"]) == (0, items["workspace"])
         assert predicted["weights"] == measured["weights"] == items["weights"]

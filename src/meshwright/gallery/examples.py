@@ -204,7 +204,7 @@ EXAMPLES: dict[str, Example] = {
         "Kwon et al. 2023, vLLM, arXiv:2309.06180, section 3",
         memory.explain_inference_memory_7b,
         ("meshwright plan llama-2-7b --serve --dtype bf16 --max-length 4096",),
-        ("planner/serving/ledger.py",),
+        ("planner/serving/runners.py",),
     ),
     "inference-memory-175b": Example(
         "Memory to serve a 175B model",
@@ -212,7 +212,7 @@ EXAMPLES: dict[str, Example] = {
         "Frantar et al. 2022, GPTQ, arXiv:2210.17323, section 1 (326 GB in multiples of 1024)",
         memory.explain_inference_memory_175b,
         ("meshwright plan gpt3-175b --serve --layout tp8 --device cuda --memory 80GiB --dtype bf16",),
-        ("planner/serving/ledger.py",),
+        ("planner/serving/runners.py",),
     ),
     "bubble-gpipe": Example(
         "Bubble of GPipe",

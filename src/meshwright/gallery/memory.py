@@ -11,7 +11,8 @@ from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.memory.ledger import Ledger, ledger
 from meshwright.planner.memory.published import published_layer, state_bytes
-from meshwright.planner.serving.ledger import ServingSizes, serving_ledger
+from meshwright.planner.serving.ledger import ServingSizes
+from meshwright.planner.serving.runners import serving_ledger
 from meshwright.spec.block_tables import BLOCK_TOKENS
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table

@@ -24,8 +24,8 @@ from meshwright.model.experts import Mixture
 from meshwright.model.latent_attention import LatentAttention
 from meshwright.model.loss import cap_logits_
 from meshwright.parallel.expert import AllToAllTokenDispatcher
-from meshwright.planner.serving.device_ledger import SCRATCH_BYTES
 from meshwright.planner.serving.ledger import ServingSizes
+from meshwright.planner.serving.runners import SCRATCH_BYTES
 from meshwright.serving.device_layers import DeviceLayers, prepare_parameters
 from meshwright.serving.device_logits import DeviceLogits
 from meshwright.serving.logit_rows import Draw, StepOutput

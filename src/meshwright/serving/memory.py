@@ -12,9 +12,8 @@ from meshwright.errors import UserError
 from meshwright.launcher.host_memory import GPU, HostMemory
 from meshwright.layout import Layout
 from meshwright.limits import get_limit
-from meshwright.planner.serving.device_ledger import device_ledger
-from meshwright.planner.serving.ledger import KERNEL_DTYPES, ServingLedger, ServingSizes, fill_memory, serving_ledger
-from meshwright.planner.serving.torch_ledger import torch_ledger
+from meshwright.planner.serving.ledger import KERNEL_DTYPES, ServingLedger, ServingSizes, fill_memory
+from meshwright.planner.serving.runners import serving_ledger
 from meshwright.spec.config import ModelConfig
 
 DEFAULT_FRACTION = 0.9
@@ -75,9 +74,9 @@ def plan_memory(
         raise UserError(f"--max-length {max_length}: should be 1 to {config.max_positions}, the model's positions")
     sizes = replace(sizes, max_length=max_length or config.max_positions)
     on_gpus = all(host.source == GPU for host in hosts)
-    on_cpu = serving_ledger if compiled and sizes.dtype in KERNEL_DTYPES else torch_ledger
-    predict = device_ledger if on_gpus else on_cpu
-    ledger = predict(config, layout, sizes)
+    on_cpu = "kernels" if compiled and sizes.dtype in KERNEL_DTYPES else "torch"
+    runner = "cuda" if on_gpus else on_cpu
+    ledger = serving_ledger(config, layout, sizes, runner)
     # More than twice what all sequences of a step can hold would be of little use even as a prefix cache.
     most = 2 * sizes.max_sequences * ledger.blocks_of_longest
     if memory is None:
@@ -87,5 +86,5 @@ def plan_memory(
     if max_length is None:
         fits = ledger.longest_within(min(most, max(0, budget - ledger.fixed) // ledger.kv_block))
         if 0 < fits < sizes.max_length:
-            ledger = predict(config, layout, replace(sizes, max_length=fits))
+            ledger = serving_ledger(config, layout, replace(sizes, max_length=fits), runner)
     return fill_memory(ledger, budget, min(most, get_limit("new_tokens")))

@@ -18,7 +18,7 @@ from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.precision import at_least_float32
 from meshwright.parallel.tensor import TensorParallel
 from meshwright.planner.serving.ledger import ServingSizes
-from meshwright.planner.serving.torch_ledger import TILE_TOKENS
+from meshwright.planner.serving.runners import TILE_TOKENS
 from meshwright.serving.scheduler import StepBatch
 from meshwright.serving.weights import RankWeights
 from meshwright.spec.block_tables import BlockTables, block_tables, find_cached_shape

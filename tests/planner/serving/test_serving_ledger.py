@@ -11,17 +11,10 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.cost.dimensions import Dimensions, find_properties
-from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch
-from meshwright.planner.serving import ledger
-from meshwright.planner.serving.device_ledger import device_ledger
-from meshwright.planner.serving.ledger import (
-    ServingSizes,
-    bill_text,
-    fill_memory,
-    parse_dtype,
-    serving_ledger,
-)
-from meshwright.planner.serving.torch_ledger import TILE_TOKENS, torch_ledger
+from meshwright.planner.cost.micro_batch import ITEM_BYTES, LayerKind, MicroBatch
+from meshwright.planner.serving import runners
+from meshwright.planner.serving.ledger import ServingSizes, bill_text, fill_memory, parse_dtype
+from meshwright.planner.serving.runners import TILE_TOKENS, serving_ledger
 from meshwright.spec.presets import preset
 from meshwright.spec.refuse import serving_layout
 from meshwright.toml import read_packaged_toml
@@ -165,11 +158,11 @@ def test_lists_of_items_name_properties_and_dimensions_that_exist(monkeypatch: p
         properties.update(flags, find_properties(batch, kind))
         return Dimensions(batch, kind, more, flags)
 
-    monkeypatch.setattr(ledger, "Dimensions", record)
-    for predict in (serving_ledger, torch_ledger, device_ledger):
-        predict(preset("llama-tiny"), Layout(), SIZES)
+    monkeypatch.setattr(runners, "Dimensions", record)
+    for runner in runners.RUNNERS:
+        serving_ledger(preset("llama-tiny"), Layout(), SIZES, runner)
     texts = [
-        text for section in read_packaged_toml(ledger.TABLE).values() for items in section.values()
+        text for section in read_packaged_toml(runners.TABLE).values() for items in section.values()
         for each in ([items] if isinstance(items, list) else items.values()) for text in each
     ]  # fmt: skip
     assert len(texts) > 40
@@ -183,9 +176,9 @@ def test_lists_of_items_name_properties_and_dimensions_that_exist(monkeypatch: p
 @pytest.mark.parametrize(("name", "tp"), [("gemma2-tiny", 2), ("deepseek-v3-tiny", 1), ("llama4-tiny", 1)])
 def test_workspace_of_plain_torch_is_the_sum_of_its_tensors(name: str, tp: int, dtype: str):
     """Shapes by the variables of `serving/torch_runner.py` and of the model; a tile has 16 tokens."""
-    config, item = preset(name), ledger.ITEM_BYTES[dtype]
+    config, item = preset(name), ITEM_BYTES[dtype]
     sizes = dataclasses.replace(SIZES, dtype=dtype)
-    (rank,) = torch_ledger(config, serving_layout(f"tp{tp}", config), sizes).stages
+    (rank,) = serving_ledger(config, serving_layout(f"tp{tp}", config), sizes, "torch").stages
     wide, heads, kv_heads, hidden, tile = max(4, item), config.heads // tp, config.kv_heads // tp, config.hidden, 16
     tables, rotations = {"gemma2-tiny": (3, 1), "deepseek-v3-tiny": (1, 1), "llama4-tiny": (3, 2)}[name]
     cached, latent, rotary = 2 * kv_heads * config.head_dim, config.latent, config.head_dim
@@ -207,10 +200,10 @@ def test_workspace_of_plain_torch_is_the_sum_of_its_tensors(name: str, tp: int, 
 
 def test_communication_and_slack_of_plain_torch_are_counted():
     config = preset("gemma2-tiny")
-    (rank,) = torch_ledger(config, serving_layout("tp2", config), SIZES).stages
+    (rank,) = serving_ledger(config, serving_layout("tp2", config), SIZES, "torch").stages
     assert rank.communication == 2 * TILE_TOKENS * 2 * config.vocabulary // 2  # slices of logits are gathered
-    assert rank.slack == ledger.RANK_BYTES + 2 * config.vocabulary // 2 * config.hidden
+    assert rank.slack == runners.RANK_BYTES + 2 * config.vocabulary // 2 * config.hidden
     hidden_states = 4 * SIZES.token_budget * config.hidden
-    for predict in (serving_ledger, torch_ledger):
-        stages = predict(config, serving_layout("pp3", config), SIZES).stages
+    for runner in ("kernels", "torch"):
+        stages = serving_ledger(config, serving_layout("pp3", config), SIZES, runner).stages
         assert [stage.communication for stage in stages] == [hidden_states, 2 * hidden_states, hidden_states]
