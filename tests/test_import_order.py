@@ -17,7 +17,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src"
 
 # A package, or a module of the top level, imports from those before it.
 PACKAGES = [
-    *("errors", "documents", "terminal", "limits", "names", "untrusted", "toml", "threads", "processes"),
+    *("errors", "documents", "terminal", "limits", "names", "untrusted", "toml", "threads", "processes", "machine"),
     *("layout", "tables"),
     *(
         "recipe",

@@ -134,7 +134,7 @@ DIRECT_READS = {
     **dict.fromkeys(
         (
             "flight_recorder.rank_report",
-            "planner.hardware.machine_profile",
+            "machine",
             "threads",
             "launcher.hosts",
             "monitoring.memory",

@@ -16,7 +16,7 @@ from meshwright.kernels import build, choice
 from meshwright.kernels.build import KernelsUnavailable
 from meshwright.kernels.library import Kernels
 from meshwright.layout import Layout
-from meshwright.planner.hardware.machine_profile import profile_directory
+from meshwright.machine import profile_directory
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from itertools import cycle
 import pytest
 import torch
 
-from meshwright.planner.hardware.machine_profile import has_bf16_instructions
+from meshwright.machine import has_bf16_instructions
 from meshwright.probe import matmul
 
 

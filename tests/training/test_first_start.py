@@ -18,11 +18,12 @@ import torch
 from meshwright.errors import RankLost, Terminated, UserError
 from meshwright.launcher.rendezvous import RendezvousInfo
 from meshwright.layout import Layout
+from meshwright.machine import PROBE_VARIABLE
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.planner.cost.bounds import StepProperties, bound_seconds
 from meshwright.planner.cost.step_time import step_time
 from meshwright.planner.hardware.cluster import cluster
-from meshwright.planner.hardware.machine_profile import PROBE_VARIABLE, HardwareProfileKey, ProcessConstants, ProcessKey
+from meshwright.planner.hardware.machine_profile import HardwareProfileKey, ProcessConstants, ProcessKey
 from meshwright.probe import communication
 from meshwright.probe import ranks as probe_ranks
 from meshwright.probe.points import MeasurementPlan

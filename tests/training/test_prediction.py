@@ -14,13 +14,13 @@ import torch
 
 from meshwright.comm.local import LocalRanks
 from meshwright.layout import Layout
+from meshwright.machine import PROBE_VARIABLE, profile_directory
 from meshwright.monitoring.comparison import Prediction, StepTimes, collect_measured_memory, format_comparison
 from meshwright.monitoring.metrics import read_peak_memory_bytes
 from meshwright.monitoring.step_memory import StepMemory
 from meshwright.planner.api import plan
 from meshwright.planner.cost.bounds import Bounds
 from meshwright.planner.cost.step_time import StepTime
-from meshwright.planner.hardware.machine_profile import PROBE_VARIABLE, profile_directory
 from meshwright.planner.hardware.measured import ReferenceStep
 from meshwright.spec.presets import preset
 from meshwright.training import prediction

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from meshwright.layout import Layout
+from meshwright.machine import VERSION
 from meshwright.monitoring.memory import KERNELS_KEPT, LARGEST_MMAP_THRESHOLD
 from meshwright.planner.api import plan
 from meshwright.planner.hardware import machine_profile
 from meshwright.planner.hardware.cluster import cluster
-from meshwright.planner.hardware.machine_profile import VERSION, ProcessConstants, ProcessKey
+from meshwright.planner.hardware.machine_profile import ProcessConstants, ProcessKey
 from meshwright.planner.memory.ledger import Ledger
 from meshwright.planner.memory.snapshot import Allocation
 from meshwright.planner.search.estimate import problem_of

@@ -19,7 +19,7 @@ from meshwright.kernels.build import KernelsUnavailable
 from meshwright.kernels.library import Kernels
 from meshwright.kernels.operations import Attention, LayerCache, Linear
 from meshwright.layout import Layout
-from meshwright.planner.hardware.machine_profile import may_measure, parse_measurement, write_measurement
+from meshwright.machine import may_measure, parse_measurement, write_measurement
 from meshwright.planner.serving.ledger import KERNEL_DTYPES
 
 PLAIN_TORCH = "torch"

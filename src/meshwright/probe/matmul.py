@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from meshwright.planner.hardware.machine_profile import has_bf16_instructions
+from meshwright.machine import has_bf16_instructions
 from meshwright.probe.points import synchronize
 
 # (tokens, out, in) of a small transformer's products, large enough to be compute-bound on a few cores.

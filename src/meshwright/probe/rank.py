@@ -24,7 +24,7 @@ from meshwright.comm.backend import get_group_backends
 from meshwright.comm.mesh import Mesh
 from meshwright.launcher.host_memory import read_machine_memory
 from meshwright.layout import Layout
-from meshwright.planner.hardware.machine_profile import processor_name
+from meshwright.machine import processor_name
 from meshwright.planner.hardware.measured import (
     CollectiveCurve,
     CopyCurve,

@@ -17,16 +17,14 @@ from typing import NamedTuple
 from meshwright.checkpoint import find_newest
 from meshwright.errors import MeshwrightError, Terminated, UserError
 from meshwright.layout import Layout
+from meshwright.machine import PROBE_VARIABLE, has_bf16_instructions, may_measure
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.planner.hardware.cluster import Cluster, cluster, this_machine
 from meshwright.planner.hardware.machine_profile import (
-    PROBE_VARIABLE,
     HardwareProfile,
     HardwareProfileKey,
     ProcessConstants,
     ProcessKey,
-    has_bf16_instructions,
-    may_measure,
     parse_constants,
     read_fastest_precision,
     read_profile,

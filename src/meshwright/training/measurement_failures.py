@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from meshwright.planner.hardware.machine_profile import measurement_file, parse_measurement, write_measurement
+from meshwright.machine import measurement_file, parse_measurement, write_measurement
 
 BUSY_SHARE = 0.25
 """Share of a machine's CPU time used by other programs above which a measurement that other programs disturbed, or

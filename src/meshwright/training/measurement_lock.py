@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from meshwright.errors import UserError
-from meshwright.planner.hardware.machine_profile import profile_directory
+from meshwright.machine import profile_directory
 
 LOCK_SECONDS = 120.0
 """Seconds to wait for another process that measures, which may have been stopped."""

@@ -10,14 +10,9 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import UserError
+from meshwright.machine import profile_directory
 from meshwright.planner.hardware.cluster import cluster
-from meshwright.planner.hardware.machine_profile import (
-    HardwareProfile,
-    HardwareProfileKey,
-    profile_directory,
-    read_profile,
-    write_profile,
-)
+from meshwright.planner.hardware.machine_profile import HardwareProfile, HardwareProfileKey, read_profile, write_profile
 from meshwright.toml import read_toml
 from tests.planner.calibration_cases import cluster_file
 

@@ -12,12 +12,12 @@ from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from meshwright.machine import torch_version
 from meshwright.planner.cost.cached import cached_method
 from meshwright.planner.cost.dimensions import Dimensions, element_types, layer_dimensions
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, LayerKind, MicroBatch, Number
 from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.cost.tables import Item, holds, parse_tensor, select, select_items
-from meshwright.planner.hardware.machine_profile import torch_version
 from meshwright.planner.memory.attention_tiles import attention_workspaces
 from meshwright.planner.memory.inductor import Kernel, KernelMemory, find_peak
 from meshwright.planner.memory.snapshot import Allocation, NamedSnapshot, activation, count_bytes
