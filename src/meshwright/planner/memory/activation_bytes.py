@@ -13,9 +13,8 @@ from meshwright.planner.cost.layer_times import group_by_structure, micro_batch_
 from meshwright.planner.cost.micro_batch import DTYPES, ITEM_BYTES, LayerKind, MicroBatch, Number, layer_examples
 from meshwright.planner.memory.compiled_blocks import can_predict_compiled, compiled_block
 from meshwright.planner.memory.published import StateBytes, loss_bytes, published_layer, saves_gathered
-from meshwright.planner.memory.saved import saved_activations
+from meshwright.planner.memory.saved import queued_bytes, saved_activations
 from meshwright.planner.memory.snapshot import count_bytes
-from meshwright.planner.memory.stage_snapshots import queued_bytes
 from meshwright.planner.memory.states import optimizer_kinds
 from meshwright.planner.problem import Problem, StageCandidate
 from meshwright.program.durations import Floats

@@ -7,21 +7,20 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.machine import torch_version
 from meshwright.planner.cost.cached import cached_method
-from meshwright.planner.cost.dimensions import Dimensions, element_types, layer_dimensions
+from meshwright.planner.cost.dimensions import Dimensions, element_types
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, LayerKind, MicroBatch, Number
 from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.cost.tables import Item, holds, parse_tensor, select, select_items
 from meshwright.planner.memory.attention_tiles import attention_workspaces
 from meshwright.planner.memory.inductor import Kernel, KernelMemory, find_peak
-from meshwright.planner.memory.snapshot import Allocation, NamedSnapshot, activation, count_bytes
-from meshwright.planner.memory.temporaries import Pass
+from meshwright.planner.memory.snapshot import Allocation, activation, count_bytes
 from meshwright.toml import read_packaged_toml
 
 GRADIENT, INPUT, INPUT_GRADIENT = "gradient of the output", "input", "gradient of the input"
@@ -279,24 +278,3 @@ class CompiledBlock:
 def list_weight_gradients(kernels: Sequence[Kernel]) -> set[str]:
     """Return the names of the weight gradients that kernels compute."""
     return {made.name for kernel in kernels for made in kernel.makes if made.category == "gradients"}
-
-
-def list_mixture_backward(
-    block: CompiledBlock, place: tuple[str, int], saved: Sequence[Sequence[Allocation]], state: Backward
-) -> Iterator[NamedSnapshot]:
-    """Yield (snapshot name, temporaries) for the backward of a layer that is compiled except for its expert-parallel
-    mixture.
-
-    block: the compiled part; place: name of the layer, such as "layers.3", and its index; saved: its saved activations,
-    as a pair (without recompute, with the layout's recompute); state: how the backward runs."""
-    unit, layer = place
-    whole, here = (count_bytes(each for each in of if each.name.startswith(f"{unit}.mlp.")) for of in saved)
-    again = whole - here
-    front = [held.snapshot(unit) for held in block.backward(state)]
-    if block.recomputes:
-        yield front.pop(0)
-        again += sum(map(block.bytes, block.saved))
-    for name, extras in Pass(layer_dimensions(block.batch, layer), saved[0], f"{unit}.").snapshots("mixture"):
-        yield name, [activation("recomputed", again), *extras]
-    for name, extras in front:
-        yield name, [*extras, activation(f"{unit}.mlp: freed", -here)]

@@ -8,18 +8,18 @@ the tables of positions, which stay from step to step (`position_tables`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 
 import numpy as np
 
 from meshwright.planner.cost import blocks
 from meshwright.planner.cost.dimensions import Dimensions, element_types, layer_dimensions, list_properties
-from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, at_least, at_most, layer_kind
+from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, Number, at_least, at_most, layer_kind
 from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.cost.tables import parse_tensor, select_items
 from meshwright.planner.memory import compiled_blocks
-from meshwright.planner.memory.snapshot import Allocation
+from meshwright.planner.memory.snapshot import Allocation, count_bytes
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.stages import Stage
 from meshwright.toml import read_packaged_toml
@@ -84,6 +84,16 @@ def _tensors(batch: MicroBatch, stage: Stage, at_once: bool, tp_rank: int, compi
         yield from _prediction(batch, stage, at_once, tp_rank, compiled) if config.prediction_layers else ()
     elif any(map(config.has_experts, stage.layers)):
         yield SavedTensor("balance", (), "wide")
+
+
+def queued_bytes(batch: MicroBatch, unrecomputed: Sequence[Allocation], layer: int, attention: bool = True) -> Number:
+    """Return the bytes that a layer's queued weight gradients keep allocated: the inputs and the output gradients of
+    its linear layers. unrecomputed: activations of the layer without recompute; attention: False to leave out
+    attention's linear layers."""
+    sizes = layer_dimensions(batch, layer)
+    names = ("qkv.input", "output.input", "up.input", "down.input") if attention else ("up.input", "down.input")
+    gradients = sizes["mlp_outputs x"] + (sizes["attention_outputs x"] if attention else 0)
+    return gradients + count_bytes(each for each in unrecomputed if each.name.endswith(names))
 
 
 def layer_tensors(batch: MicroBatch, layer: int, input_gradient: bool = True) -> Iterator[SavedTensor]:

@@ -15,7 +15,8 @@ from meshwright.planner.cost.micro_batch import MicroBatch, Number, layer_kind
 from meshwright.planner.memory import compiled_blocks
 from meshwright.planner.memory.attention_tiles import attention_workspaces
 from meshwright.planner.memory.compiled_blocks import Backward, CompiledBlock
-from meshwright.planner.memory.saved import PREDICTION, PREDICTION_LOSS, saved_activations
+from meshwright.planner.memory.inductor import KernelMemory
+from meshwright.planner.memory.saved import PREDICTION, PREDICTION_LOSS, queued_bytes, saved_activations
 from meshwright.planner.memory.snapshot import Allocation, NamedSnapshot, Snapshot, activation, count_bytes, message
 from meshwright.planner.memory.states import Flat, PassState, Reduction, gradient_buffers
 from meshwright.planner.memory.teacher import TeacherMemory
@@ -33,16 +34,6 @@ LOSSES = "head", PREDICTION_LOSS
 _NEIGHBOURS = 4 + REDUCTIONS_IN_FLIGHT
 """Length of the window of units, from the one before a unit, on which the unit's memory depends: it and its neighbours,
 whose parameters ZeRO-3 prefetches, and those after it, whose gradient reductions may still be in flight."""
-
-
-def queued_bytes(batch: MicroBatch, unrecomputed: Sequence[Allocation], layer: int, attention: bool = True) -> Number:
-    """Return the bytes that a layer's queued weight gradients keep allocated: the inputs and the output gradients of
-    its linear layers. unrecomputed: activations of the layer without recompute; attention: False to leave out
-    attention's linear layers."""
-    sizes = layer_dimensions(batch, layer)
-    names = ("qkv.input", "output.input", "up.input", "down.input") if attention else ("up.input", "down.input")
-    gradients = sizes["mlp_outputs x"] + (sizes["attention_outputs x"] if attention else 0)
-    return gradients + count_bytes(each for each in unrecomputed if each.name.endswith(names))
 
 
 @dataclass(frozen=True)
@@ -295,8 +286,7 @@ class StageSnapshots:
             ends |= {} if self.stage.first else {compiled_blocks.INPUT: self.units[0]}
             arrived = frozenset(name for name, end in ends.items() if end == unit)
             if block.name == "front":
-                saved, place = (self._whole_of[unit], self._saved_of[unit]), (unit, self._layer[unit])
-                yield from compiled_blocks.list_mixture_backward(block, place, saved, Backward(arrived))
+                yield from self._mixture_backward(unit, block.backward(Backward(arrived)), block)
             else:
                 state = Backward(arrived, self.step.queues, self.step.queues and not split)
                 yield from (held.snapshot(unit) for held in block.backward(state))
@@ -314,6 +304,23 @@ class StageSnapshots:
             tables = {"positions": config.max_positions, "token_types": config.token_types}
             sizes = layer_dimensions(self.batch, 0, {"table": tables.get(unit) or self.batch.vocabulary})
             yield from Pass(sizes).snapshots("embedding")
+
+    def _mixture_backward(self, unit: str, front: list[KernelMemory], block: CompiledBlock) -> Iterator[NamedSnapshot]:
+        """Yield (snapshot name, temporaries) for the backward of a layer that is compiled except for its
+        expert-parallel mixture. front: memory at the snapshots of the compiled part's backward; block: this part."""
+        whole, own = (
+            count_bytes(each for each in saved[unit] if each.name.startswith(f"{unit}.mlp."))
+            for saved in (self._whole_of, self._saved_of)
+        )
+        again, snapshots = whole - own, [held.snapshot(unit) for held in front]
+        if block.recomputes:
+            yield snapshots.pop(0)
+            again += sum(map(block.bytes, block.saved))
+        mixture = Pass(layer_dimensions(self.batch, self._layer[unit]), self._whole_of[unit], f"{unit}.")
+        for name, extras in mixture.snapshots("mixture"):
+            yield name, [activation("recomputed", again), *extras]
+        for name, extras in snapshots:
+            yield name, [*extras, activation(f"{unit}.mlp: freed", -own)]
 
     @cached_method
     def _layer_backward(self, unit: str, split: bool, arrived: bool) -> list[NamedSnapshot]:
