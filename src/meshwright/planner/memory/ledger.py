@@ -24,7 +24,7 @@ from meshwright.planner.memory import passes
 from meshwright.planner.memory.compiled_blocks import can_predict_compiled
 from meshwright.planner.memory.passes import StagePass
 from meshwright.planner.memory.saved import position_tables
-from meshwright.planner.memory.snapshot import Allocation, Snapshot, count_bytes
+from meshwright.planner.memory.snapshot import Allocation, count_bytes
 from meshwright.planner.memory.stage_snapshots import RankStep, StageSnapshots
 from meshwright.planner.memory.states import PassState, Reduction, flats_of, list_states
 from meshwright.planner.memory.teacher import TeacherMemory
@@ -250,10 +250,11 @@ class StepReplay:
         """Return the ledger of all tensors at the step's memory peak."""
         at, state, total = self._find_peak(True)
         each = self._list_passes(True)[0][at]
-        peak = self.stage(each.stage, each.at_once).find_peak(each.kind, state)
+        stage = self.stage(each.stage, each.at_once)
+        peak = stage.find_peak(each.kind, state)
         framework = 0 if self.batch.device == "cpu" else CUDA_CONTEXT_BYTES
         compiled = self.step.compiled and can_predict_compiled(self.batch)
-        items = *self._stay, *self._held_items(at), *self._snapshot_items(peak)
+        items = *self._stay, *self._held_items(at), *stage.list_items(peak)
         assert count_bytes(items) == total
         return Ledger(items, total, peak.name, count_bytes(self._stay), compiled, framework_bytes=framework)
 
@@ -307,8 +308,8 @@ class StepReplay:
         found = []
         for size, at, state in most.values():
             each = steps[at]
-            peak = self.stage(self._example(each.stage), each.at_once).find_peak(each.kind, state)
-            found.append((-size - peak.bytes, at, state))
+            stage = self.stage(self._example(each.stage), each.at_once)
+            found.append((-size - stage.count_bytes(stage.find_peak(each.kind, state)), at, state))
         size, at, state = min(found, key=lambda one: one[:2])
         return at, state, count_bytes(self._stay) - size
 
@@ -349,9 +350,3 @@ class StepReplay:
             for tensor in self._list_held(what, stage) if count else ():
                 title = tensor.name if count == 1 or what in _HELD else f"{tensor.name} x {count}"
                 yield tensor._replace(name=title, bytes=tensor.bytes * count, stage=stage)
-
-    def _snapshot_items(self, snapshot: Snapshot) -> Iterator[Allocation]:
-        """Yield the ledger items of a snapshot of one pass."""
-        yield from (each._replace(stage=snapshot.stage) for each in snapshot.list_saved())
-        for each in snapshot.temporaries:
-            yield each._replace(stage=snapshot.stage, first=snapshot.name, last=snapshot.name)

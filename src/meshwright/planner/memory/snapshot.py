@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from meshwright.planner.cost.micro_batch import Number
@@ -51,25 +49,16 @@ def count_bytes(tensors: Iterable[Allocation]) -> Number:
     return sum(each.bytes for each in tensors)
 
 
-@dataclass(frozen=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """A memory snapshot of a pipeline stage: the tensors that are allocated at one point of a forward or backward.
 
     Attributes:
         name: Such as "layers.3: forward".
-        saved_bytes: Bytes of this micro-batch's saved activations in the stage.
-        temporaries: All other tensors that are not persistent.
-        stage: Index of the stage; None for a snapshot without saved activations.
-        list_saved: Function that returns the saved activations counted in `saved_bytes`.
+        temporaries: All tensors that are neither persistent nor saved activations.
+        units: Number of the stage's first units whose saved activations are allocated; None: the snapshot has no saved
+            activations, not even those that belong to no unit.
     """
 
     name: str
-    saved_bytes: int
     temporaries: tuple[Allocation, ...]
-    stage: int | None = None
-    list_saved: Callable[[], list[Allocation]] = list
-
-    @cached_property
-    def bytes(self) -> Number:
-        """Total bytes of the snapshot."""
-        return self.saved_bytes + count_bytes(self.temporaries)
+    units: int | None = None

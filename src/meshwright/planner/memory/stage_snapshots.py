@@ -126,7 +126,7 @@ class StageSnapshots:
             snapshots = self._weight_gradients(state)
         else:
             snapshots = self._backward(kind == Kind.INPUT_GRADIENT, state)
-        return max(snapshots, key=lambda snapshot: snapshot.bytes)
+        return max(snapshots, key=self.count_bytes)
 
     def _by_unit(self, saved: Sequence[Allocation]) -> dict[str, list[Allocation]]:
         """Return {FSDP unit (layer, embedding or head): its saved activations}, in order. The key "" has the
@@ -137,32 +137,35 @@ class StageSnapshots:
             found[unit if unit in found else ""].append(each)
         return found
 
-    def _snapshot(self, name: str, units: int, tensors: Sequence[Allocation]) -> Snapshot:
-        """Return a memory snapshot. name: its name; units: number of the stage's first units whose saved activations
-        are allocated; tensors: all other tensors."""
+    def count_bytes(self, snapshot: Snapshot) -> Number:
+        """Return the total bytes of a memory snapshot of this stage."""
+        saved = 0 if snapshot.units is None else self._saved_until[snapshot.units]
+        return saved + count_bytes(snapshot.temporaries)
 
-        def list_saved() -> list[Allocation]:
-            """Return the saved activations of these units, and those that belong to no unit."""
-            return [each for unit in ("", *self.units[:units]) for each in self._saved_of[unit]]
-
-        return Snapshot(name, self._saved_until[units], tuple(tensors), self.stage.index, list_saved)
+    def list_items(self, snapshot: Snapshot) -> Iterator[Allocation]:
+        """Yield the ledger items of a memory snapshot: saved activations, then temporaries."""
+        stage = None if snapshot.units is None else self.stage.index
+        for unit in () if snapshot.units is None else ("", *self.units[: snapshot.units]):
+            yield from (each._replace(stage=stage) for each in self._saved_of[unit])
+        for each in snapshot.temporaries:
+            yield each._replace(stage=stage, first=snapshot.name, last=snapshot.name)
 
     def _forward(self, state: PassState) -> Iterator[Snapshot]:
         """Yield the memory snapshots of the forward of one micro-batch. state: state of the stage when it begins."""
         around, teacher = self._in_flight(state.before), self.step.teacher
         if teacher is not None and self.batch.layout.pp == 1:
             for _, computed in teacher.list_snapshots("teacher_forward"):
-                yield Snapshot("teacher: forward", 0, (*around, *computed))
+                yield Snapshot("teacher: forward", (*around, *computed))
             around += teacher.list_states()
         for place in self._peak_places:
             unit = self.units[place]
             held = [*around, *self._gathered(place, +1)]
             held += self._held("held_in_forward", unit) if place > self._last else []
             for name, extras in self._unit_forward(unit):
-                yield self._snapshot(f"{unit}{name}: forward", place, [*held, *extras])
+                yield Snapshot(f"{unit}{name}: forward", (*held, *extras), place)
         if not self.stage.last:
             tensors = *around, message("output", self.batch.stream_bytes)
-            yield self._snapshot("end of forward", len(self.units), tensors)
+            yield Snapshot("end of forward", tensors, len(self.units))
 
     @cached_method
     def _unit_forward(self, unit: str) -> Iterator[NamedSnapshot]:
@@ -221,7 +224,7 @@ class StageSnapshots:
         if split:  # units without products are complete: until now their gradients were held in addition to the sums
             ends = self.step.list_flats(unit for unit in self.units if unit not in self._layer)
             waiting = activation("queue of weight gradients", queue)
-            yield self._snapshot("input gradients", 0, (waiting, *self._in_flight(state.before, ends)))
+            yield Snapshot("input gradients", (waiting, *self._in_flight(state.before, ends)), 0)
 
     def _backward_of(self, place: int, split: bool, queue: int, posted: Sequence[Reduction]) -> Iterator[Snapshot]:
         """Yield the memory snapshots of the backward of the unit with index `place`. split: True if only input
@@ -237,7 +240,7 @@ class StageSnapshots:
         early, late = self._in_flight(posted), self._in_flight(posted, opened)
         for name, extras in self._unit_backward(unit, split):
             at_end &= name != f".{compiled_blocks.COLLECTED}"
-            yield self._snapshot(f"{unit}{name}: backward", place + 1, (*around, *(early if at_end else late), *extras))
+            yield Snapshot(f"{unit}{name}: backward", (*around, *(early if at_end else late), *extras), place + 1)
 
     @cached_property
     def _peak_places(self) -> list[int]:
@@ -268,7 +271,7 @@ class StageSnapshots:
         extras = [] if self.fused else [Allocation("workspace", "weight gradient", bytes=largest)]
         for unit in reversed([unit for unit in self.units if unit in self._layer]):
             reduced = self._in_flight(state.before, self.step.list_flats([unit]))
-            yield Snapshot("weight gradients", 0, (*extras, *reduced))
+            yield Snapshot("weight gradients", (*extras, *reduced))
             state = state._replace(before=self.step.start_reductions(Kind.WEIGHT_GRADIENT, state, [unit]))
 
     @cached_method
