@@ -37,7 +37,7 @@ def adapted(
     config: ModelConfig, model_base: Transformer, **settings: Any
 ) -> tuple[Transformer, dict[str, torch.Tensor]]:
     """Return `model_base` with an adapter of random values, and these values by their names on disk."""
-    settings = {"rank": 3, "alpha": 5.0, "random_b": True} | settings
+    settings = {"rank": 3, "alpha": 5.0, "random_constants": True} | settings
     config = dataclasses.replace(config, adapter=AdapterConfig(**settings))
     table, dtype = parameter_table(config), model_base.embedding.weight.dtype
     model = Transformer(config, dtype=dtype)

@@ -23,7 +23,7 @@ from tests.conftest import exhaustive
 @pytest.mark.parametrize("settings", [{"dropout": 0.3}, *exhaustive(({"kind": "dora"},), ({"packed": "nf4"},))])
 def test_compiled_blocks_with_adapter_match_uncompiled_ones(settings: dict[str, Any]):
     config = dataclasses.replace(small(layers=1), hidden=64, head_dim=16, intermediate=128)
-    config = dataclasses.replace(config, adapter=AdapterConfig(**{"rank": 3, "random_b": True} | settings))
+    config = dataclasses.replace(config, adapter=AdapterConfig(**{"rank": 3, "random_constants": True} | settings))
     table, (tokens, targets) = parameter_table(config), batch(config)
     model = Transformer(config, dtype=torch.float32)
     attach_adapters(model, table, dtype=torch.float32)

@@ -39,7 +39,7 @@ class Operators(TorchDispatchMode):
 
 def differentiate(name: str, settings: dict[str, Any], kind: str) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Return the gradients of a model with an adapter, and the operators of its backward. Discarded results are NaN."""
-    config = dataclasses.replace(small(name), adapter=AdapterConfig(**{"rank": 3, "random_b": True} | settings))
+    config = dataclasses.replace(small(name), adapter=AdapterConfig(**{"rank": 3, "random_constants": True} | settings))
     table, (tokens, targets) = parameter_table(config), batch(config)
     axes = dataclasses.replace(SINGLE_DEVICE, recompute=ActivationCheckpointing(kind))
     model = Transformer(config, axes=axes, dtype=torch.float64)

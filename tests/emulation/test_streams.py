@@ -344,7 +344,7 @@ def test_products_that_overlap_with_collectives_on_streams_equal_blocking_step(t
         assert chunks and together == len(chunks) * (parts - 1) // parts  # those of one product
 
 
-ADAPTED = replace(preset("qwen3-0.6b"), adapter=AdapterConfig("lora", 3, 6.0, random_b=True))
+ADAPTED = replace(preset("qwen3-0.6b"), adapter=AdapterConfig("lora", 3, 6.0, random_constants=True))
 UNGATED, GATED = preset("dots1-tiny"), preset("qwen2-moe-tiny")
 """Models whose shared expert has no gate, and a sigmoid gate."""
 

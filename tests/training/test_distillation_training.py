@@ -337,6 +337,37 @@ def test_missing_and_stale_caches_are_refused_in_one_line(home: Path):
         assert "\n" not in outcome["error"] and "meshwright data teacher" in outcome["error"]
 
 
+def test_cache_of_weighted_sources_is_read_by_recipes_with_the_same_sequences_only(home: Path):
+    text = (home / "text.py").read_text()
+    for number, name in enumerate(("first", "first", "second", "second")):
+        (home / name).mkdir(exist_ok=True)
+        (home / name / f"{number}.py").write_text(text[2_500 * number : 2_500 * (number + 1)])
+    caches = {}
+    for weights in ([None, None], [3, 1], [1, 1]):
+        sources = [{"path": str(home / name)} | ({} if weight is None else {"weight": weight})
+                   for name, weight in zip(("first", "second"), weights, strict=True)]  # fmt: skip
+        change = changes(home, CACHED)
+        data = {key: value for key, value in change["data"].items() if key != "source"} | {"sources": sources}
+        recipe = cases.recipe(home / "weighted", "dp1", **change | {"data": data})
+        prepared = prepare(recipe.data, recipe.run.seed)
+        cache = TeacherCache(recipe, prepared)
+        if weights != [1, 1]:
+            with pytest.raises(UserError, match="not cached"):
+                cache.open()
+            write_teacher_cache(recipe, prepared, lambda line: None)
+        cache.open()
+        caches[str(weights)] = cache
+    plain, weighted, other = caches.values()
+    assert weighted.directory == other.directory != plain.directory
+    last = weighted.data.split("train").sequences - 1  # of the second source
+    batch = weighted.data.split("train").read_batch([last])
+    stop = int(np.argmax(batch.document_ids[0] > 0)) or len(batch.tokens[0])
+    with torch.no_grad():
+        model = LlamaForCausalLM.from_pretrained(home / "teacher")
+        best = model(torch.from_numpy(batch.tokens[:, :stop])).logits[0].topk(CACHED["top_k"]).indices
+    np.testing.assert_array_equal(weighted.read("train", np.array([last]))[0][0, :stop], best)
+
+
 @pytest.mark.parametrize(
     "layout, distill, message",
     [

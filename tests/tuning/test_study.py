@@ -136,17 +136,18 @@ def test_checkpoints_of_the_best_trials_only_are_kept_and_best_recipe_trains(tmp
     assert best.train.learning_rate == study.list_trials()[1].params["train.learning_rate"]
 
 
-def test_halving_continues_the_best_third_of_the_trials_at_each_rung(tmp_path: Path):
-    study = Study(make_recipe(pruner="halving", trials=9, startup=1), tmp_path)
-    survivors = []
-    for loss in (1.0, 2.0, 3.0, 4.0, 5.0, 0.5):
+def test_halving_continues_the_best_third_of_all_trials_at_each_rung(tmp_path: Path):
+    study = Study(make_recipe(pruner="halving", trials=9, startup=3), tmp_path)
+    stopped = []
+    for loss in (3.0, 1.0, 2.0, 1.5, 0.9, 1.2, 0.5):
         running = study.take_trial()
         assert running is not None
-        running.trial.report(loss, 2)  # train.validate_every
-        if not running.trial.should_prune():
-            survivors.append(loss)
+        for step, change in ((2, 0.0), (4, 9.0)):  # compared after 1 and 3 times train.validate_every = 2 steps
+            if study.report_loss(running, step, loss + change):
+                stopped.append((loss, step))
+                break
         finish(study, running, loss)
-    assert survivors == [1.0, 0.5]
+    assert stopped == [(1.5, 2), (1.2, 2)]  # none of the first three; at rank 2 of 4 and 3 of 6
 
 
 @pytest.mark.parametrize(

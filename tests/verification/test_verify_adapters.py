@@ -49,6 +49,15 @@ def test_adapter_on_packed_base_matches_unpacked_weights_on_one(packed, layout):
     assert document["worst"]["relative_error"] < 1e-12
 
 
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "gpt2", "gemma-2-2b"])
+def test_elements_of_frozen_tensors_differ_so_that_their_exchange_is_detected(name):
+    config = dataclasses.replace(preset(name), adapter=AdapterConfig())
+    scaled = scale_down_config(config, layers=2)
+    for entry in parameter_table(scaled).entries:
+        if not entry.trainable:
+            assert entry.initial.kind == "normal" and entry.initial.std > 0, entry.name
+
+
 def test_layout_that_would_cut_a_packed_block_is_refused():
     adapter = AdapterConfig(packed="nf4")
     config = dataclasses.replace(preset("llama-3-8b"), intermediate=14336 + 64, adapter=adapter)

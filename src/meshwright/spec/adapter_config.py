@@ -44,8 +44,9 @@ class AdapterConfig:
         targets: Names of linear layers, as in PEFT: a full Hugging Face module name, its last parts ("q_proj"), a
             pattern with * ? or [], or "all-linear".
         base: Directory or hub name of the base model, as an `adapter_config.json` records it.
-        random_b: B starts from random values instead of zeros, so that every gradient of the first step differs from 0;
-            for verification.
+        random_constants: Tensors that start with equal elements (B, frozen norms and biases) get random values, so that
+            every gradient of the first step differs from 0 and no exchange of elements goes unnoticed; for
+            verification.
         packed: Format in which the weights of the frozen linear layers are kept in memory (QLoRA, Dettmers et al. 2023,
             arXiv:2305.14314), "nf4-double" with quantized scales; None: the dtype of the parameters.
         dropout: Dropout probability, in training, of the elements of an adapted layer's input to the adapter."""
@@ -55,7 +56,7 @@ class AdapterConfig:
     alpha: float = 16.0
     targets: tuple[str, ...] = (ALL_LINEAR,)
     base: str = ""
-    random_b: bool = False
+    random_constants: bool = False
     packed: Literal["nf4", "nf4-double", "int8"] | None = None
     dropout: float = 0.0
 

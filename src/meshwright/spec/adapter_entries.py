@@ -112,6 +112,9 @@ def add_adapter_entries(entries: Sequence[ParameterEntry], adapter: AdapterConfi
     found = [
         replace(entry, trainable=False, packed=adapter.packed if entry.name in quantized else None) for entry in entries
     ]
+    if adapter.random_constants:
+        spread = {"ones": Initial("normal", 1.0), "zeros": Initial("normal", 0.05)}
+        found = [replace(entry, initial=spread.get(entry.initial.kind, entry.initial)) for entry in found]
     for entry in found:
         if entry.packed and entry.model_shape[1] % BLOCK:
             raise UserError(
@@ -159,7 +162,7 @@ def _make_adapter_entries(module: str, weight: ParameterEntry, adapter: AdapterC
 
     # Standard deviation of PEFT's default, a uniform distribution of Kaiming with gain sqrt(1/3).
     first = Initial("normal", 1 / math.sqrt(3 * inputs))
-    second = Initial("normal", 0.05) if adapter.random_b else Initial("zeros")
+    second = Initial("normal", 0.05) if adapter.random_constants else Initial("zeros")
     made = [
         make("a", (rank, inputs), not column, first),
         make("b", (outputs, rank), column, second),

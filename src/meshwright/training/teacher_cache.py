@@ -1,9 +1,10 @@
 """Cache of a teacher's most probable next tokens: memory-mapped files that `meshwright data teacher` writes and runs
 with `distill.top_k` read.
 
-A cache is next to the prepared data in a directory named by the SHA-256 of its identity: data, weights of the teacher,
-temperature, number of tokens. Its shards of `ROWS` sequences are written one after another, each replaced atomically,
-so that a killed command continues; `manifest.json` comes last. `teacher_cache_writer` computes them.
+A cache is next to the prepared data in a directory named by the SHA-256 of its identity: data, their packing into
+sequences, weights of the teacher, temperature, number of tokens. Its shards of `ROWS` sequences are written one after
+another, each replaced atomically, so that a killed command continues; `manifest.json` comes last.
+`teacher_cache_writer` computes them.
 
 Shapes: B sequences, S tokens of each, K most probable tokens.
 """
@@ -73,6 +74,7 @@ class TeacherCache:
             "format": FORMAT,
             "data": data.sha256,
             "sequence": data.sequence,
+            "packing": [data.split(name).rows_sha256 for name in SPLITS],
             "document_mask": data.document_mask,
             "teacher": teacher_sha256 or hash_teacher(recipe.distill.teacher),
             "temperature": recipe.distill.temperature,

@@ -160,7 +160,7 @@ def _load_sequences(cache: TeacherCache, mesh: Mesh, shard: Shard, places: NDArr
     tokens, which has the data. mesh: device mesh. places: indices of the sequences in `shard`; an index beyond its end
     loads its last sequence."""
     indices = shard.first + np.minimum(places, shard.sequences - 1)
-    batch = cache.data.split(shard.split).read_batch(indices, padded=True)
+    batch = cache.data.split(shard.split).read_batch(indices)
     tokens, targets = (torch.from_numpy(part).to(mesh.device) for part in (batch.tokens, batch.targets))
     documents = Documents.from_ids(batch.document_ids).to(mesh.device)
     return shard_sequences(tokens, targets, documents, mesh)

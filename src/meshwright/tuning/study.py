@@ -149,6 +149,14 @@ class Study:
             tables["run"]["directory"] = str(directory)
         return resolve_recipe(tables, values, trust=self.recipe.trusted)
 
+    def report_loss(self, running: RunningTrial, step: int, loss: float) -> bool:
+        """Record the validation loss of the trial `running` after the training step `step`, in nats per token; return
+        True if the pruner stops the trial, which it does only once `tune.startup` trials are complete."""
+        running.trial.report(loss, step)
+        pruned = running.trial.should_prune()  # always asked: halving compares later trials with the losses seen here
+        complete = sum(trial.state.name == "COMPLETE" for trial in self.list_trials())
+        return pruned and complete >= self.recipe.tune.startup
+
     def finish(self, running: RunningTrial, value: float | None, state: str, reason: str = "") -> None:
         """Record the end of the trial `running`, and delete the checkpoints of all finished trials except the best.
 

@@ -102,14 +102,13 @@ class TrialRun:
         or the study's limit of seconds is reached, kill the process and return the reason; else return "". steps:
         number of steps of the run; the trial is not pruned at the last step."""
         tail, begun, checked = MetricsTail(RunDirectory(self.run_directory).metrics), time.monotonic(), 0.0
-        limit, startup = self.study.recipe.tune.seconds, self.study.recipe.tune.startup
+        limit = self.study.recipe.tune.seconds
         while True:
             ended = process.poll() is not None
             for step, loss in self._read_losses(tail):
-                self.running.trial.report(loss, step)
+                hopeless = self.study.report_loss(self.running, step, loss)
                 self._record_usage()
-                complete = sum(trial.state.name == "COMPLETE" for trial in self.study.list_trials())
-                if step < steps and complete >= startup and self.running.trial.should_prune():
+                if hopeless and step < steps:
                     _kill(process)
                     return f"pruned at step {step}"
             if ended:

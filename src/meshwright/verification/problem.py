@@ -246,8 +246,8 @@ def scale_down_config(
 
 
 def _scale_down_adapter(config: ModelConfig) -> AdapterConfig | None:
-    """Return the adapter settings of a scaled-down model: the adapter of `config` with a rank of at most 3 and nonzero
-    B, on the same kinds of linear layers; None if `config` has no adapter."""
+    """Return the adapter settings of a scaled-down model: the adapter of `config` with a rank of at most 3 and random
+    values of B and of frozen norms and biases, on the same kinds of linear layers; None if `config` has no adapter."""
     if (adapter := config.adapter) is None:
         return None
     entries = parameter_table(dataclasses.replace(config, adapter=None)).entries
@@ -255,7 +255,7 @@ def _scale_down_adapter(config: ModelConfig) -> AdapterConfig | None:
     # The numbers of layers and experts differ; the last parts alone would select routed experts with shared ones.
     kinds = dict.fromkeys(re.sub(r"\.\d+\b", ".*", module) for module in modules)
     targets = (*kinds, *([ALL_LINEAR] if ALL_LINEAR in adapter.targets else ()))
-    return dataclasses.replace(adapter, rank=min(3, adapter.rank), targets=targets, random_b=True, dropout=0.0)
+    return dataclasses.replace(adapter, rank=min(3, adapter.rank), targets=targets, random_constants=True, dropout=0.0)
 
 
 def _choose_heads(tp: int, ulysses: int) -> tuple[int, int]:

@@ -5,6 +5,7 @@ A packed row is one training sample: S tokens and their S targets. Shapes: B row
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -114,6 +115,12 @@ class PackedDataset(ABC):
         evaluation needs.
         """
 
+    @property
+    @abstractmethod
+    def rows_sha256(self) -> str:
+        """Hex SHA-256 of the division of the split's tokens into packed rows. The split's shards and this value fix the
+        token at each position of every row."""
+
     @abstractmethod
     def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
         """Read the packed rows with the indices `numbers` [B], each in [0, sequences).
@@ -200,6 +207,11 @@ class PackedTokens(PackedDataset):
         """Number of packed rows, a partial last one included; together they contain every target once."""
         assert self._streams == 1, "evaluation reads one stream"
         return -(-max(0, self.tokens - 1) // self.sequence)
+
+    @property
+    def rows_sha256(self) -> str:
+        """Hex SHA-256 of the length of a row and of the first token of each stream."""
+        return hashlib.sha256(f"{self.sequence} {self._source_bounds.tolist()}".encode()).hexdigest()
 
     def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
         """Read the packed rows with the indices `numbers` [B], each in [0, sequences).
