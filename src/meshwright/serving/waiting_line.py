@@ -21,10 +21,9 @@ from typing import NamedTuple
 MAX_PLACES = 4096
 """Maximum number of places. Beyond it a new client replaces the one that is late the longest; if none is late, it gets
 no place."""
-MARGIN, SHORTEST_SECONDS, LONGEST_SECONDS = 1.2, 0.01, 60.0
+MARGIN, SHORTEST_SECONDS = 1.2, 0.01
 """Time of a retry / predicted time, both counted from the end of the last step; above 1, as a client that retries too
-early meets a full queue. Shortest and longest `Retry-After`: openai's client ignores longer ones, and one that retries
-early keeps its place."""
+early meets a full queue. Shortest `Retry-After`: clients have coarser timers."""
 GRACE_SECONDS, GRACE_SHARE = 2.0, 0.25
 """A place expires when its client is later than both: seconds, and share of its `Retry-After`."""
 LATE_SECONDS = 0.1
@@ -60,11 +59,13 @@ class Ticket(NamedTuple):
         tokens: Estimated number of tokens of the prompts.
         first_attempt: True if the client marks this as its first attempt. An identical request that already waits in
             the line is then assumed to be another client's.
+        longest: Longest `Retry-After` in seconds that the client follows.
     """
 
     key: bytes = b""
     tokens: int = 1
     first_attempt: bool = False
+    longest: float = math.inf
 
 
 class QueueLimits(NamedTuple):
@@ -198,7 +199,7 @@ class WaitingLine:
             if requests:  # known only now: a place is created before its request is parsed
                 place.requests, place.tokens = requests, tokens
             self._set_expected(place, True)
-        return Refusal(reason, min(wait, LONGEST_SECONDS))
+        return Refusal(reason, wait)
 
     def _find_limit(self, queue: QueueForecast, requests: int, tokens: int, ahead: float) -> tuple[str, float]:
         """Find the limit in `QueueLimits` that the queue would exceed with a new HTTP request. Return (name of the
