@@ -264,6 +264,7 @@ def test_process_sleeps_if_no_thread_computes_and_no_child_runs():
         for name in ("computes", "waits for a child"):
             os.kill(pids[name], signal.SIGSTOP)
             assert await_sleep(pids[name]) == read_sleep(pids[name]) and read_sleep(pids[name]).startswith(STOPPED)
+            assert read_sleep(pids[name]) == read_sleep(pids[name], main_only=True)
         processes["sleeps"].kill()
         processes["sleeps"].wait()
         assert read_sleep(pids["sleeps"]) == ""

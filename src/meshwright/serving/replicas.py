@@ -280,8 +280,9 @@ class Replicas:
             await asyncio.sleep(LOOK_SECONDS)
             for each in filter(lambda each: each.ready, self._replicas):
                 each.silent += LOOK_SECONDS if each.streams else 0.0  # without the time that this process was stopped
-                ranks = {} if self._host else {rank: self.hellos[each.index, rank]["pid"] for rank in each.peers}
-                if reason := each.find_hang({rank: read_sleep(pid) for rank, pid in ranks.items()}, LOOK_SECONDS):
+                pids = {} if self._host else {rank: self.hellos[each.index, rank]["pid"] for rank in each.peers}
+                sleeps = {rank: read_sleep(pid, main_only=not each.streams) for rank, pid in pids.items()}
+                if reason := each.find_hang(sleeps, LOOK_SECONDS):
                     each.mark_lost(reason)
                 elif each.silent > seconds and each.silent > each.compute_step_limit(seconds, budget):
                     each.hangs += 1
