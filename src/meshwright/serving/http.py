@@ -129,10 +129,9 @@ class HttpApp:
 
     def refuse_connection(self) -> Response:
         """Return the HTTP response (429) for a new connection beyond the limit on connections."""
-        refusal = self._client.admit((), Ticket())
+        refusal = self._client.admit((), Ticket()) or Refusal("", 1.0)
         self.metrics.refuse("connections")
-        wait = 1.0 if refusal is None else refusal.retry_after_seconds
-        return make_refusal_error(Refusal("connections", wait), LONGEST_SECONDS).to_response()
+        return make_refusal_error(refusal._replace(reason="connections"), LONGEST_SECONDS).to_response()
 
     async def _generate(self, request: Request, model: type[bodies.GenerationBody]) -> Response | dict[str, Any]:
         """Handle a POST `request` that generates text: parse its body as a `model` (a pydantic class), run the

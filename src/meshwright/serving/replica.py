@@ -177,8 +177,7 @@ class Replica:
         - `prefix_queries` and `prefix_hits`: prompt tokens looked up and found in the prefix cache
         """
         now = {name: self.report.get(name, 0) for name in ("running", "waiting", "paused", "free", "cached", "held")}
-        since = {name: self.totals[name] + self.report.get(name, 0) for name in COUNTERS}
-        return {**self.totals, **now, **since}
+        return {**self.totals, **now, **{name: self.totals[name] + self.report.get(name, 0) for name in COUNTERS}}
 
     @property
     def pending_tokens(self) -> int:

@@ -106,6 +106,7 @@ class _Place:
         key: Digest of the request. Identical requests have the same digest but separate places.
         requests: Number of engine requests (choices) of the HTTP request.
         tokens: Number of prompt tokens of these requests together.
+        since: Time of the first refusal, in seconds of the line's clock.
         room: Time at which the queue is predicted to have room for the request: the order of the line.
         due: Time at which the client is expected to retry, in seconds of the line's clock. A retry at this time or
             later is not refused in favour of other places.
@@ -121,6 +122,7 @@ class _Place:
     key: bytes
     requests: int
     tokens: int
+    since: float
     room: float = math.inf
     due: float = math.inf
     expires: float = math.inf
@@ -183,10 +185,12 @@ class WaitingLine:
         if not reason:
             return None
         wait = max(MARGIN * max(seconds, queue.elapsed) - queue.elapsed, SHORTEST_SECONDS)
+        if place is not None and due:  # the error of a prediction is in proportion to it, and clients retry a few times
+            wait = max(wait, (MARGIN - 1) * (now - place.since))
         if place is None and ticket.key and self.outstanding >= MAX_PLACES and self._late:
             self._remove_place(next(iter(self._late)))
         if place is None and ticket.key and self.outstanding < MAX_PLACES:
-            place = _Place(ticket.key, count, tokens)
+            place = _Place(ticket.key, count, tokens, now)
             self._places.setdefault(ticket.key, []).append(place)
         if place is not None:
             self._set_expected(place, False)

@@ -262,7 +262,6 @@ def _clamp_logprob(logprob: float | None) -> float | None:
 def _describe_rate(name: str, tokens: int, seconds: float) -> dict[str, float]:
     """Return llama.cpp's timings of `tokens` tokens that took `seconds`, with the keys `name` + "_n" (tokens), "_ms",
     "_per_token_ms" and "_per_second"."""
-    return {
-        f"{name}_n": tokens, f"{name}_ms": seconds * 1000, f"{name}_per_token_ms": seconds * 1000 / max(tokens, 1),
-        f"{name}_per_second": tokens / max(seconds, 1e-9),
-    }  # fmt: skip
+    ms = seconds * 1000
+    rates = {"n": tokens, "ms": ms, "per_token_ms": ms / max(tokens, 1), "per_second": tokens / max(seconds, 1e-9)}
+    return {f"{name}_{key}": value for key, value in rates.items()}
