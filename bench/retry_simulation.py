@@ -29,7 +29,7 @@ from meshwright.serving.replicas import Replicas, _RankMessage
 from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import Sampling, TokenResult
 from meshwright.serving.scheduler import Scheduler, StepBatch
-from meshwright.serving.waiting_line import QueueLimits, Ticket, WaitingLine
+from meshwright.serving.waiting_line import SHORTEST_SECONDS, QueueLimits, Ticket, WaitingLine
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import write_result
@@ -48,6 +48,8 @@ OVERLOAD, FALL = 6, 32
 first overload is five times as long, at least 15 s: that clients stay away is learnt."""
 SAMPLES, MOST_CYCLES = 20, 48
 """Probing clients of a case that are enough, and largest number of its cycles."""
+RESOLUTIONS = {"retry-after": 1.0, "retry-after-ms": SHORTEST_SECONDS}
+"""Shortest wait in seconds that each header of a refusal can say: a server cannot promise shorter ones truthfully."""
 PROBE_SECONDS = 0.002
 """Shortest time between two attempts of a probing client."""
 
@@ -80,12 +82,15 @@ class Found:
 
     def summarise(self) -> dict[str, Any]:
         ratios = [promised / actual for promised, actual in self.waits]
+        median = statistics.median(each for _, each in self.waits) if ratios else None
+        coarse = [name for name, shortest in RESOLUTIONS.items() if median is not None and median < shortest]
         return {
             "capacity_requests_per_second": round(self.capacity, 2),
             "clients_that_returned": len(self.retried),
             "share_that_succeed_at_first_retry": round(statistics.fmean(self.retried), 3) if self.retried else None,
             "clients_that_probed": len(self.waits),
-            "actual_seconds_median": round(statistics.median(each for _, each in self.waits), 3) if ratios else None,
+            "actual_seconds_median": None if median is None else round(median, 3),
+            "headers_that_cannot_say_this_median": coarse,
             "promised_over_actual_quartiles": [round(each, 2) for each in statistics.quantiles(ratios)]
             if len(ratios) > 1
             else None,

@@ -16,13 +16,22 @@ def die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
-def read_sleep(process: int) -> str:
-    """Return a text that stays the same while all threads of a process sleep or are stopped: how often its main thread
-    has left the CPU, and the bytes that the process has written. Return "" while a thread computes, waits for a CPU, or
-    reads from a disk, while the process has children (such as a compiler), and if /proc does not show all of this.
-    process: process ID on this machine."""
+STOPPED = ("T", "t")
+"""States of a stopped thread in /proc: by a signal such as SIGSTOP, and by a debugger."""
+
+
+def read_sleep(process: int, main_only: bool = False) -> str:
+    """Return a text that stays the same while all threads of a process sleep or are stopped: the state of its main
+    thread (`STOPPED`, or S if it sleeps), how often that thread has left the CPU, and the bytes that the process has
+    written. Return "" while a thread computes, waits for a CPU, or reads from a disk, while a process that is not
+    stopped has children (such as a compiler), and if /proc does not show all of this. process: process ID on this
+    machine. main_only: True: look at the main thread alone, which is enough to see that the process is stopped."""
     place = Path(f"/proc/{process}")
     try:
+        main = (place / "status").read_text()
+        state, switches = main.partition("\nState:\t")[2][:1], main.rpartition("\nvoluntary_ctxt_switches:")[2]
+        if main_only or state in STOPPED:
+            return state + switches
         for thread in os.listdir(place / "task"):
             status = (place / "task" / thread / "status").read_text()
             runs = "State:\tR" in status or "State:\tD" in status
@@ -30,7 +39,6 @@ def read_sleep(process: int) -> str:
             polls = "Name:\tgloo_tcp_loop" in status
             if (runs and not polls) or (place / "task" / thread / "children").read_text():
                 return ""
-        switches = (place / "task" / str(process) / "status").read_text().rpartition("\nvoluntary_ctxt_switches:")[2]
-        return switches + (place / "io").read_text().partition("wchar:")[2].partition("\n")[0]
+        return state + switches + (place / "io").read_text().partition("wchar:")[2].partition("\n")[0]
     except OSError:
         return ""

@@ -7,9 +7,11 @@ import gzip
 import json
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -519,6 +521,25 @@ def test_full_queue_returns_429_with_retry_after(client: openai.OpenAI, http: ht
     assert caught.value.response.headers["retry-after-ms"] == "2340"
     assert 'requests_refused_total{model_name="m",reason="tokens"}' in http.get("/metrics").text
     assert engine.requests == []
+
+
+def test_openai_client_waits_at_most_a_minute_at_a_time(
+    client: openai.OpenAI, http: httpx.Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+):
+    """It ignores a longer `Retry-After` and spends its retries within seconds; other clients get the whole wait."""
+    engine.refusal, waits = Refusal("requests", 95.0), list[float]()
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        engine.refusal = Refusal("requests", 35.0) if len(waits) == 1 else None
+
+    answer = http.post("/v1/completions", json={"prompt": "x"})
+    assert answer.headers["retry-after"] == "95" and answer.json()["error"]["message"].endswith("retry after 95 s")
+    with pytest.raises(openai.RateLimitError, match="retry after 60 s, and until 95 s have passed"):
+        client.completions.create(model="m", prompt="x")
+    monkeypatch.setattr("openai._base_client.time", SimpleNamespace(**vars(time) | {"sleep": sleep}))
+    assert client.with_options(max_retries=2).completions.create(model="m", prompt="x").choices
+    assert waits == [60.0, 35.0]
 
 
 def test_retry_is_recognised_by_key_path_and_body(http: httpx.Client, engine: FakeEngine):

@@ -22,7 +22,7 @@ import pytest
 from meshwright.comm.local import PRELOADED_TO_SERVE, start_server
 from meshwright.errors import MeshwrightError, RankLost, UserError
 from meshwright.planner.serving.ledger import ServingSizes
-from meshwright.processes import read_sleep
+from meshwright.processes import STOPPED, read_sleep
 from meshwright.serving import messages
 from meshwright.serving import replicas as replicas_module
 from meshwright.serving.rank_starter import LocalStarter, RankPlan
@@ -205,21 +205,39 @@ def test_hanging_step_counts_as_a_lost_rank(tmp_path: Path):
 
 
 @pytest.mark.parametrize("layout, steps", [("", 0), ("tp2", 3)])
-def test_stopped_rank_is_lost_whatever_the_limit_of_its_step(layout: str, steps: int, tmp_path: Path):
-    """Also in the first step, of whose time nothing is known, and in a replica whose other rank waits for it."""
+def test_stopped_rank_is_lost_also_without_requests(layout: str, steps: int, tmp_path: Path):
+    """Whatever the limit of a step, and in a replica whose other rank waits for it."""
 
     async def run() -> None:
         lines: list[str] = []
         async with running(tmp_path, layout, step_seconds=1e6, engine="build_slow", log=lines.append) as replicas:
             found = asyncio.create_task(collect_all(replicas, [make_request("r")] if steps else []))
             await wait_until(lambda: replicas.stats()[0].get("steps", 0) >= steps)
-            os.kill(max(replicas.properties["ranks"], key=lambda rank: rank["rank"])["pid"], signal.SIGSTOP)
-            more = asyncio.create_task(collect_all(replicas, [make_request("more")]))
+            last = max(replicas.properties["ranks"], key=lambda rank: rank["rank"])
+            os.kill(last["pid"], signal.SIGSTOP)
             await wait_until(lambda: replicas.state == "recovering")
-            await asyncio.gather(found, more)
-            assert lines[0].startswith("replica 0 was lost: all of its ranks slept or were stopped for 1.2 s in a step")
+            await asyncio.gather(found, collect_all(replicas, [make_request("more")]))
+            assert lines[0].startswith(f"replica 0 was lost: rank {last['rank']} was stopped for 1.2 s; restarting it")
 
     asyncio.run(run())
+
+
+def test_ranks_hang_if_one_is_stopped_or_all_sleep_in_a_step():
+    """Four looks, of which each but the first sees whether a rank has run meanwhile."""
+
+    def look(*texts: tuple[str, str], requests: bool) -> list[str]:
+        replica = Replica(0)
+        replica.streams = {"r": Stream(make_request("r"), print)} if requests else {}
+        return [replica.find_hang(dict(enumerate(each)), 0.4) for each in texts]
+
+    stopped, sleeping, running = ("S 1", "T 7"), ("S 1", "S 7"), ("S 1", "")
+    for requests in (False, True):
+        assert look(*4 * [stopped], requests=requests) == ["", "", "", "rank 1 was stopped for 1.2 s"]
+        assert not any(look(*3 * [stopped], sleeping, *3 * [("S 1", "t 7")], requests=requests))  # it was continued
+    assert look(*4 * [sleeping], requests=True)[3] == "all of its ranks slept for 1.2 s in a step"
+    assert not any(look(*8 * [sleeping], requests=False))
+    assert not any(look(*3 * [sleeping], ("S 2", "S 7"), *2 * [sleeping], requests=True))
+    assert not any(look(*8 * [running], requests=True))
 
 
 def test_process_sleeps_if_no_thread_computes_and_no_child_runs():
@@ -243,8 +261,10 @@ def test_process_sleeps_if_no_thread_computes_and_no_child_runs():
         assert {read_sleep(pids[name]) for name in list(commands)[1:4] for _ in range(10)} == {""}
         sent = read_sleep(pids["sends"])
         assert sent and any(time.sleep(0.05) or read_sleep(pids["sends"]) != sent for _ in range(100))
-        os.kill(pids["computes"], signal.SIGSTOP)
-        assert await_sleep(pids["computes"]) == read_sleep(pids["computes"])
+        for name in ("computes", "waits for a child"):
+            os.kill(pids[name], signal.SIGSTOP)
+            assert await_sleep(pids[name]) == read_sleep(pids[name]) and read_sleep(pids[name]).startswith(STOPPED)
+            assert read_sleep(pids[name]) == read_sleep(pids[name], main_only=True)
         processes["sleeps"].kill()
         processes["sleeps"].wait()
         assert read_sleep(pids["sleeps"]) == ""

@@ -143,6 +143,17 @@ def test_refused_retry_gets_shorter_wait_and_keeps_its_order(line: WaitingLine, 
     assert ask(line, b"b", waiting=8) is None
 
 
+def test_waits_of_a_client_grow_while_the_engine_is_slower_than_predicted(line: WaitingLine, clock: Clock):
+    """Room is always predicted in 10 ms, and comes after 30 s: a client that retries five times has not given up."""
+    assert ask(line, b"a", waiting=18) == pytest.approx(12.0)
+    clock.now, retries = 12.0, 0
+    while clock.now < 30.0:
+        refusal = line.admit(Ticket(b"a"), 1, 1, QueueForecast(9, [1] * 8, 9, lambda count: 0.01))
+        assert refusal is not None
+        clock.now, retries = clock.now + refusal.retry_after_seconds, retries + 1
+    assert retries <= 6 and ask(line, b"a", waiting=8) is None
+
+
 def test_simultaneous_refused_retries_are_spread_in_order(line: WaitingLine, clock: Clock):
     assert [ask(line, key) for key in (b"a", b"b", b"c")] == pytest.approx([1.2, 2.4, 3.6])
     clock.now = 2.6  # a and b are due, and nobody was admitted
@@ -213,8 +224,8 @@ def test_unclaimed_places_expire_when_counted(line: WaitingLine, clock: Clock):
     assert (line.outstanding, line.expired) == (0, 1)
 
 
-def test_retry_after_is_at_most_a_minute_and_place_lasts_longer(line: WaitingLine, clock: Clock):
-    assert ask(line, b"a", waiting=88) == 60.0
+def test_long_wait_is_promised_whole_and_early_retries_keep_their_place(line: WaitingLine, clock: Clock):
+    assert ask(line, b"a", waiting=88) == pytest.approx(96.0)
     clock.now = 60.0
     assert ask(line, b"a", waiting=88) == pytest.approx(36.0)
     clock.now = 96.0

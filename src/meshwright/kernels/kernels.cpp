@@ -330,8 +330,9 @@ struct Pool {
     }
 
     Run run_{};
-    uint64_t number_ = 0; std::atomic<bool> stop_{false};
     std::atomic<uint64_t> most_{MOST_ITEMS};  // items that a thread takes at once
+    // On a cache line alone, as waiting threads read `stop_` all the time and each operation writes the others.
+    uint64_t number_ = 0; alignas(64) std::atomic<bool> stop_{false};
     alignas(64) std::atomic<uint64_t> left_{0};  // items of the current operation that are not counted yet
     alignas(64) std::vector<Range> ranges_;
     std::vector<cpu_set_t> cpus_;  // the CPU of each thread; empty: they are not bound

@@ -107,10 +107,9 @@ class DeviceRunner:
         self._staged = [
             [torch.zeros(each.shape, dtype=each.dtype, pin_memory=pinned) for each in copied] for _ in range(2)
         ]
-        self._scratch = (
-            self._zeros(max(SCRATCH_BYTES // 4, self._attention.count_scratch(sizes.max_length)), dtype=torch.float32),
-            self._zeros(width * self._attention.groups, dtype=torch.int32),
-        )
+        floats = max(SCRATCH_BYTES // 4, self._attention.count_scratch(sizes.max_length))
+        counts = self._zeros(width * self._attention.groups, dtype=torch.int32)
+        self._scratch = self._zeros(floats, dtype=torch.float32), counts
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         if graphs:
             self._warm_up()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import math
 import re
 import secrets
 from collections.abc import AsyncIterator, Sequence
@@ -22,6 +23,8 @@ from meshwright.untrusted import read_file
 OPEN_PATHS = ("/health", "/ready", "/metrics")  # need no API key: probes and scrapers have none
 LINE_BYTES = 256 << 10
 """Largest body by which the retry of a refused request is recognised; larger ones are not read if the queue is full."""
+LONGEST_SECONDS = 60.0
+"""Longest `Retry-After` for OpenAI's clients, which ignore a longer one and retry at once."""
 BYTES_PER_TOKEN = 4  # of a body, roughly, for text and for token IDs
 
 
@@ -143,13 +146,14 @@ class Gate:
         finally:
             self._bytes -= len(body)
 
-    def identify(self, request: Request, body: bytearray) -> Ticket:
+    def identify(self, request: Request, body: bytearray | None) -> Ticket:
         """Create the ticket of an HTTP request, by which a refused request keeps its place in the waiting line. The
-        ticket contains a digest of API key, path and body. A body above `LINE_BYTES` (256 KiB) gets a ticket without
-        digest, and therefore no place."""
-        if len(body) > LINE_BYTES:
-            return Ticket()
+        ticket contains a digest of API key, path and body. A body above `LINE_BYTES` (256 KiB), or one that has not
+        been read (None), gets a ticket without digest, and therefore no place."""
+        again = request.headers.get("x-stainless-retry-count")  # OpenAI's clients count
+        longest = math.inf if again is None else LONGEST_SECONDS
+        if body is None or len(body) > LINE_BYTES:
+            return Ticket(longest=longest)
         digest = hashlib.blake2b(request.headers.get("authorization", "").encode(), key=self._secret, digest_size=16)
         digest.update(b"\0" + request.scope["path"].encode() + b"\0" + body)
-        again = request.headers.get("x-stainless-retry-count")  # OpenAI's clients count
-        return Ticket(digest.digest(), max(1, len(body) // BYTES_PER_TOKEN), first_attempt=again == "0")
+        return Ticket(digest.digest(), max(1, len(body) // BYTES_PER_TOKEN), again == "0", longest)

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from meshwright import __version__
 from meshwright.data.tokenizers.library import convert_panics
 from meshwright.errors import UserError
-from meshwright.serving.gate import Gate, HttpSettings
+from meshwright.serving.gate import LONGEST_SECONDS, Gate, HttpSettings
 from meshwright.serving.metrics import ServingMetrics
 from meshwright.serving.openapi import describe_api
 from meshwright.serving.prompts import Prompts
@@ -129,10 +129,9 @@ class HttpApp:
 
     def refuse_connection(self) -> Response:
         """Return the HTTP response (429) for a new connection beyond the limit on connections."""
-        refusal = self._client.admit((), Ticket())
+        refusal = self._client.admit((), Ticket()) or Refusal("", 1.0)
         self.metrics.refuse("connections")
-        wait = 1.0 if refusal is None else refusal.retry_after_seconds
-        return make_refusal_error(Refusal("connections", wait)).to_response()
+        return make_refusal_error(refusal._replace(reason="connections"), LONGEST_SECONDS).to_response()
 
     async def _generate(self, request: Request, model: type[bodies.GenerationBody]) -> Response | dict[str, Any]:
         """Handle a POST `request` that generates text: parse its body as a `model` (a pydantic class), run the
@@ -162,7 +161,7 @@ class HttpApp:
         generates = request.scope["path"] in GENERATION
         closed = self._client.state in ("starting", "draining", "failed")
         if (self._gate.is_large(request) or closed) and generates:
-            self._runner.check_queue((), Ticket())
+            self._runner.check_queue((), self._gate.identify(request, None))
         async with self._gate.read(request) as data:
             request.state.ticket = self._gate.identify(request, data)
             if generates:

@@ -87,24 +87,19 @@ class Lowering:
         self.nbytes = self._memory.nbytes
         self._kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
         self._tables = block_tables(self.config, mesh.pp.size)
-        self._caches = [  # each for one layer of every block table, because a KV block belongs to only one table
-            self._memory.allocate_cache(self.config, sizes.blocks, self._kv_heads)
-            for _ in range(self._tables.depths[self._stage.index])
-        ]
-        axes = AxisOperations(
-            tensor=TensorParallel(mesh.tp, sequence_parallel=False),
-            dispatcher=AllToAllTokenDispatcher(mesh.ep, mesh.etp) if mesh.layout.expert_parallel else None,
-        )
+        depth = self._tables.depths[self._stage.index]
+        # Each is for one layer of every block table, because a KV block belongs to only one table.
+        self._caches = [self._memory.allocate_cache(self.config, sizes.blocks, self._kv_heads) for _ in range(depth)]
+        dispatcher = AllToAllTokenDispatcher(mesh.ep, mesh.etp) if mesh.layout.expert_parallel else None
+        axes = AxisOperations(tensor=TensorParallel(mesh.tp, sequence_parallel=False), dispatcher=dispatcher)
         self._first_token = mesh.tp.rank * -(-self.config.vocabulary // mesh.tp.size)
         self._model = Transformer(self.config, axes=axes, device="meta", stages=[self._stage])
         self._names = {id(module): name for name, module in self._model.named_modules()}
         self._rotations: dict[Rotation | Temperature | None, Any] = {None: (None, None)}
-        self._rotations |= {  # nothing else refers to the tables, which are large for long contexts
-            positions: tuple(self._memory.copy(each.numpy()) for each in pair)
-            for positions, pair in make_position_tables(
-                self.config, self._stage.layers, sizes.max_length, torch.device("cpu")
-            ).items()
-        }
+        tables = make_position_tables(self.config, self._stage.layers, sizes.max_length, torch.device("cpu"))
+        copy = self._memory.copy
+        self._rotations |= {key: tuple(copy(each.numpy()) for each in pair) for key, pair in tables.items()}
+        del tables  # large for long contexts
         self.states = self._memory.get_buffer("states", self.config.hidden)
         self.logits: Float32 | None = None
         with reserve_pool([each for pair in self._caches for each in pair if sizes.resident]):
@@ -281,9 +276,8 @@ class Lowering:
         """Append to `ops` a norm over the hidden dimension, from `x` to `out`, whose result is divided by `divisor`.
         rows: "tokens" (all tokens of the step) or "outputs" (the tokens whose logits are wanted)."""
         weight, bias = self._read_parameter(norm, "weight"), self._read_optional(norm, "bias")
-        for factors in (weight, bias) if divisor != 1 else ():
-            if factors is not None:
-                factors /= np.float32(divisor)
+        for factors in [each for each in (weight, bias) if each is not None]:
+            factors /= np.float32(divisor)
         kind: Literal["rms", "layer"] = "rms" if isinstance(norm, modules.RMSNorm) else "layer"
         self.ops.append(op.Norm(out, x, weight, bias, self.config.norm_epsilon, kind, rows))
 

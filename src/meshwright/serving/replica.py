@@ -8,10 +8,11 @@ import math
 import time
 from bisect import bisect_left
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, cycle, islice
 from typing import Any
 
+from meshwright.processes import STOPPED
 from meshwright.serving.admission import AnswerLengthRatio
 from meshwright.serving.request import Output, Request
 from meshwright.serving.speed import StepTimes, Work
@@ -30,6 +31,9 @@ FIRST_STEP_SECONDS = 60.0
 """Least time limit of a step while no step has been measured."""
 MAX_DOUBLINGS = 4
 """How often the time limit of a step may be doubled, so that a rank that hangs is found."""
+SLEEP_SECONDS = 1.2
+"""Seconds for which a rank may be stopped, or all ranks of a replica with requests may sleep; with an interval between
+two looks before it less than 2 s."""
 
 
 OutputCallback = Callable[[Output | Exception], None]
@@ -80,7 +84,6 @@ class Replica:
             them.
         last_message: Time of the last message from its ranks, in seconds of `time.monotonic`.
         silent: Seconds since then in which it had requests and this process ran.
-        asleep: Seconds for which all of its ranks have slept or been stopped while it had requests.
         report: Figures of its last step, from `Engine.report`.
         totals: {name: sum since the server's start}. Figures that `report` counts too (`COUNTERS`), such as
             prefix-cache hits, are summed here over earlier starts of the ranks only; `stats` adds the count of the
@@ -113,8 +116,8 @@ class Replica:
         self.report: dict[str, Any] = {}
         self.lost: asyncio.Future[str] | None = None
         self.ready, self.has_served, self.ready_since = False, False, math.inf
-        self.last_message = self.silent = self.asleep = 0.0
-        self._sleeps = list[str]()  # of its ranks, when they were looked at last
+        self.last_message = self.silent = 0.0
+        self._sleeps: dict[tuple[int, str], float] = {}  # of each rank when last looked at: seconds without change
         self._valid = -math.inf  # end of the time in which a prediction is reused
         self._ends = list[float]()  # the prediction
 
@@ -148,12 +151,20 @@ class Replica:
             self.totals["predicted_seconds"] += self.step_times.predict(tokens, keys)
             self.step_times.observe(seconds, tokens, keys)
 
-    def add_sleep(self, sleeps: list[str], seconds: float) -> float:
-        """Add `seconds` to `asleep` if all ranks have slept since the last call, else set it to 0; return it. sleeps:
-        result of `read_sleep` for each rank; empty if the ranks cannot be looked at."""
-        self.asleep = self.asleep + seconds if sleeps == self._sleeps and sleeps and all(sleeps) else 0.0
-        self._sleeps = sleeps
-        return self.asleep
+    def find_hang(self, sleeps: Mapping[int, str], seconds: float) -> str:
+        """Return why the replica hangs, as one line for the log: a rank has been stopped for `SLEEP_SECONDS`, also
+        while the replica has no request, or all ranks have slept for as long while it has one; "" otherwise. To be
+        called every `seconds`, so that time for which this process was stopped does not count. sleeps: {rank: result of
+        `read_sleep`}, empty if the ranks cannot be looked at."""
+        before, self._sleeps = self._sleeps, {}
+        for rank, text in sleeps.items():
+            counts = text and (self.streams or text.startswith(STOPPED))
+            since = before.get((rank, text), -seconds) + seconds if counts else -seconds
+            self._sleeps[rank, text] = since
+            if since >= SLEEP_SECONDS and text.startswith(STOPPED):
+                return f"rank {rank} was stopped for {since:.3g} s"
+        asleep = min(self._sleeps.values(), default=0.0)
+        return f"all of its ranks slept for {asleep:.3g} s in a step" if asleep >= SLEEP_SECONDS else ""
 
     def stats(self) -> dict[str, float]:
         """Return the replica's figures by name; a missing key counts as 0.
@@ -166,8 +177,7 @@ class Replica:
         - `prefix_queries` and `prefix_hits`: prompt tokens looked up and found in the prefix cache
         """
         now = {name: self.report.get(name, 0) for name in ("running", "waiting", "paused", "free", "cached", "held")}
-        since = {name: self.totals[name] + self.report.get(name, 0) for name in COUNTERS}
-        return {**self.totals, **now, **since}
+        return {**self.totals, **now, **{name: self.totals[name] + self.report.get(name, 0) for name in COUNTERS}}
 
     @property
     def pending_tokens(self) -> int:

@@ -42,9 +42,7 @@ STEADY_SECONDS = 60.0
 STOP_SECONDS = 2.0
 """Seconds that ranks get to exit by themselves when the server ends."""
 LOOK_SECONDS = 0.4
-"""Interval in seconds between checks for steps that hang."""
-SLEEP_SECONDS = 1.2
-"""Seconds for which all ranks of a replica with requests may sleep; with an interval before it less than 2 s."""
+"""Interval in seconds between checks for ranks that are stopped and steps that hang."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,20 +272,21 @@ class Replicas:
                 self._dispatch(stream)
 
     async def _watch_steps(self) -> None:
-        """Mark each replica with requests as lost whose ranks, on this machine, all sleep for `SLEEP_SECONDS`, or whose
-        step takes longer than `Replica.compute_step_limit` and the plan's `step_seconds`. Never returns."""
+        """Mark each replica as lost of which a rank, on this machine, is stopped or all ranks sleep in a step
+        (`Replica.find_hang`), or whose step takes longer than `Replica.compute_step_limit` and the plan's
+        `step_seconds`. Never returns."""
         seconds, budget = self.plan.step_seconds, self.plan.sizes.token_budget
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            for each in self._replicas:
-                if each.ready and each.streams:
-                    each.silent += LOOK_SECONDS  # without the time for which this process was stopped
-                    ranks = [] if self._host else [self.hellos[each.index, rank]["pid"] for rank in each.peers]
-                    if each.add_sleep(list(map(read_sleep, ranks)), LOOK_SECONDS) >= SLEEP_SECONDS:
-                        each.mark_lost(f"all of its ranks slept or were stopped for {each.asleep:.3g} s in a step")
-                    elif each.silent > seconds and each.silent > each.compute_step_limit(seconds, budget):
-                        each.hangs += 1
-                        each.mark_lost(f"no step within {each.silent:.3g} s")
+            for each in filter(lambda each: each.ready, self._replicas):
+                each.silent += LOOK_SECONDS if each.streams else 0.0  # without the time that this process was stopped
+                pids = {} if self._host else {rank: self.hellos[each.index, rank]["pid"] for rank in each.peers}
+                sleeps = {rank: read_sleep(pid, main_only=not each.streams) for rank, pid in pids.items()}
+                if reason := each.find_hang(sleeps, LOOK_SECONDS):
+                    each.mark_lost(reason)
+                elif each.silent > seconds and each.silent > each.compute_step_limit(seconds, budget):
+                    each.hangs += 1
+                    each.mark_lost(f"no step within {each.silent:.3g} s")
 
     # --- messages of the ranks
 

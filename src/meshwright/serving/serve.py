@@ -69,7 +69,8 @@ class ServeOptions(TypedDict, total=False):
         queue_seconds: Maximum predicted seconds that a request waits; default 120.
         threads: Kernel threads of each rank; default: the machine's cores divided by its ranks.
         step_seconds: Maximum seconds of a step that computes, above which the replica counts as lost; default 60, more
-            for steps with a long predicted time. A step in which all ranks sleep is lost within 2 s.
+            for steps with a long predicted time. A stopped rank, and a step in which all ranks sleep, is found within 2
+            s.
         drain_seconds: Maximum seconds that unfinished requests get after a signal; default 60.
     """
 

@@ -61,7 +61,7 @@ class JobRunner:
         refusal. ticket: identity of the HTTP request."""
         if (refusal := self._client.admit(requests, ticket)) is not None:
             self._metrics.refuse(refusal.reason)
-            raise make_refusal_error(refusal)
+            raise make_refusal_error(refusal, ticket.longest)
 
     def start(self, job: Job, on_piece: PieceCallback) -> asyncio.Future[None]:
         """Submit all requests of a job to the engine. Return a future that is done when all choices have finished; an

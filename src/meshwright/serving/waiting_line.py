@@ -21,10 +21,9 @@ from typing import NamedTuple
 MAX_PLACES = 4096
 """Maximum number of places. Beyond it a new client replaces the one that is late the longest; if none is late, it gets
 no place."""
-MARGIN, SHORTEST_SECONDS, LONGEST_SECONDS = 1.2, 0.01, 60.0
+MARGIN, SHORTEST_SECONDS = 1.2, 0.01
 """Time of a retry / predicted time, both counted from the end of the last step; above 1, as a client that retries too
-early meets a full queue. Shortest and longest `Retry-After`: openai's client ignores longer ones, and one that retries
-early keeps its place."""
+early meets a full queue. Shortest `Retry-After`: clients have coarser timers."""
 GRACE_SECONDS, GRACE_SHARE = 2.0, 0.25
 """A place expires when its client is later than both: seconds, and share of its `Retry-After`."""
 LATE_SECONDS = 0.1
@@ -60,11 +59,13 @@ class Ticket(NamedTuple):
         tokens: Estimated number of tokens of the prompts.
         first_attempt: True if the client marks this as its first attempt. An identical request that already waits in
             the line is then assumed to be another client's.
+        longest: Longest `Retry-After` in seconds that the client follows.
     """
 
     key: bytes = b""
     tokens: int = 1
     first_attempt: bool = False
+    longest: float = math.inf
 
 
 class QueueLimits(NamedTuple):
@@ -105,6 +106,7 @@ class _Place:
         key: Digest of the request. Identical requests have the same digest but separate places.
         requests: Number of engine requests (choices) of the HTTP request.
         tokens: Number of prompt tokens of these requests together.
+        since: Time of the first refusal, in seconds of the line's clock.
         room: Time at which the queue is predicted to have room for the request: the order of the line.
         due: Time at which the client is expected to retry, in seconds of the line's clock. A retry at this time or
             later is not refused in favour of other places.
@@ -120,6 +122,7 @@ class _Place:
     key: bytes
     requests: int
     tokens: int
+    since: float
     room: float = math.inf
     due: float = math.inf
     expires: float = math.inf
@@ -182,10 +185,12 @@ class WaitingLine:
         if not reason:
             return None
         wait = max(MARGIN * max(seconds, queue.elapsed) - queue.elapsed, SHORTEST_SECONDS)
+        if place is not None and due:  # the error of a prediction is in proportion to it, and clients retry a few times
+            wait = max(wait, (MARGIN - 1) * (now - place.since))
         if place is None and ticket.key and self.outstanding >= MAX_PLACES and self._late:
             self._remove_place(next(iter(self._late)))
         if place is None and ticket.key and self.outstanding < MAX_PLACES:
-            place = _Place(ticket.key, count, tokens)
+            place = _Place(ticket.key, count, tokens, now)
             self._places.setdefault(ticket.key, []).append(place)
         if place is not None:
             self._set_expected(place, False)
@@ -198,7 +203,7 @@ class WaitingLine:
             if requests:  # known only now: a place is created before its request is parsed
                 place.requests, place.tokens = requests, tokens
             self._set_expected(place, True)
-        return Refusal(reason, min(wait, LONGEST_SECONDS))
+        return Refusal(reason, wait)
 
     def _find_limit(self, queue: QueueForecast, requests: int, tokens: int, ahead: float) -> tuple[str, float]:
         """Find the limit in `QueueLimits` that the queue would exceed with a new HTTP request. Return (name of the

@@ -103,10 +103,8 @@ class CompletionFormatter(AnswerFormatter):
         for choice, piece in zip(choices, pieces, strict=True):
             described.append(self._describe(choice, piece, whole=True))
             if (count := self._body.prompt_logprobs) is not None:
-                described[-1]["prompt_logprobs"] = [
-                    None if result is None else self._describe_prompt_token(result, count)
-                    for result in choice.prompt_results
-                ]
+                shown = [each and self._describe_prompt_token(each, count) for each in choice.prompt_results]
+                described[-1]["prompt_logprobs"] = shown
         return {**self._frame, "object": self.kind, "choices": described, "usage": count_usage(choices)}
 
     def _describe_prompt_token(self, result: TokenResult, count: int) -> dict[str, Any]:
@@ -251,10 +249,8 @@ def count_usage(choices: Sequence[Choice]) -> dict[str, Any]:
     prompt = sum(len(choice.request.tokens) for choice in choices if choice.request.choice == 0)
     completion = sum(choice.completion_tokens for choice in choices)
     cached = sum(choice.cached_tokens for choice in choices if choice.request.choice == 0)
-    return {
-        "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }  # fmt: skip
+    usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {**usage, "prompt_tokens_details": {"cached_tokens": cached}}
 
 
 def _clamp_logprob(logprob: float | None) -> float | None:
@@ -266,7 +262,6 @@ def _clamp_logprob(logprob: float | None) -> float | None:
 def _describe_rate(name: str, tokens: int, seconds: float) -> dict[str, float]:
     """Return llama.cpp's timings of `tokens` tokens that took `seconds`, with the keys `name` + "_n" (tokens), "_ms",
     "_per_token_ms" and "_per_second"."""
-    return {
-        f"{name}_n": tokens, f"{name}_ms": seconds * 1000, f"{name}_per_token_ms": seconds * 1000 / max(tokens, 1),
-        f"{name}_per_second": tokens / max(seconds, 1e-9),
-    }  # fmt: skip
+    ms = seconds * 1000
+    rates = {"n": tokens, "ms": ms, "per_token_ms": ms / max(tokens, 1), "per_second": tokens / max(seconds, 1e-9)}
+    return {f"{name}_{key}": value for key, value in rates.items()}

@@ -59,15 +59,17 @@ def make_retry_headers(seconds: float) -> dict[str, str]:
     return {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}
 
 
-def make_refusal_error(refusal: Refusal) -> ApiError:
+def make_refusal_error(refusal: Refusal, longest: float = math.inf) -> ApiError:
     """Convert the engine's refusal of a request to an ApiError: 429 if a limit of the queue is reached; 503 if the
-    server is starting, recovering, draining or failed."""
+    server is starting, recovering, draining or failed. longest: longest `Retry-After` in seconds that the client
+    follows; one that retries early keeps its place in the waiting line."""
     seconds = min(max(refusal.retry_after_seconds, 0.001), 1e6)
-    headers = make_retry_headers(seconds)
+    headers = make_retry_headers(wait := min(seconds, longest))
     if refusal.reason in _UNAVAILABLE:
         return ApiError(503, _UNAVAILABLE[refusal.reason], code=refusal.reason, headers=headers)
     what = "too many connections" if refusal.reason == "connections" else "the queue is full"
-    message = f"{what}: its limit of {refusal.reason} is reached; retry after {seconds:.3g} s"
+    message = f"{what}: its limit of {refusal.reason} is reached; retry after {wait:.3g} s"
+    message += f", and until {seconds:.3g} s have passed" if wait < seconds else ""
     return ApiError(429, message, code=f"queue_{refusal.reason}", headers=headers)
 
 
