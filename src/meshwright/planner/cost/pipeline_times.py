@@ -213,7 +213,6 @@ class PipelineTimes:
         ranks: Floats = np.tensordot(self.of_rank, self.stage_seconds(at_once, data), 1)
         return ranks, find_busiest_rank(add_parts(ranks) / self.replicas, self.counts)
 
-    @cached_method
     def makespan(self, schedule: str, at_once: bool, data: DataParallelism | None) -> tuple[Floats, Floats]:
         """Return (makespan, seconds of the makespan due to messages) of a pipeline schedule in closed form, each [n].
         schedule: such as "1f1b"; other arguments: see `stage_seconds`."""

@@ -227,6 +227,7 @@ def _screen_pipeline(
         return
     at_once = followed_at_once(pipeline.schedule, pipeline.ranks)
     activations = costs.activations(pipeline, at_once) + costs.passing
+    makespans: dict[DataParallelism | None, Floats] = {}
     engine = grid.layer_times.problem.engine
     settings = [(zero, inside) for zero in engine.zero for inside in ((False, True) if zero else (False,))]
     for zero, inside in settings:
@@ -235,8 +236,9 @@ def _screen_pipeline(
         if not chosen.any():
             continue
         data = DataParallelism.of(zero, pipeline.ranks, engine, sharding.groups)
-        makespan, _ = costs.of.makespan(pipeline.schedule, at_once, data.per_micro_batch)
-        seconds = makespan + costs.of.once_seconds(pipeline.schedule == "interleaved", at_once, data)
+        if (key := data.per_micro_batch) not in makespans:
+            makespans[key], _ = costs.of.makespan(pipeline.schedule, at_once, key)
+        seconds = makespans[key] + costs.of.once_seconds(pipeline.schedule == "interleaved", at_once, data)
         states, layer = costs.states(zero, data)
         size = (states + activations).max(axis=0) + layer
         at = np.flatnonzero(chosen)
