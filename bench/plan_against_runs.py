@@ -37,13 +37,13 @@ from meshwright.comm.mesh import Mesh
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.planner.api import plan
-from meshwright.planner.cost.flops import forward_flops_per_token
 from meshwright.planner.cost.micro_batch import Routed
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.hardware.devices import Device, Link
 from meshwright.planner.hardware.measured import Measured
 from meshwright.planner.memory.ledger import ledger
 from meshwright.recipe import Recipe, load_recipe_text
+from meshwright.spec.flops import forward_flops_per_token
 from meshwright.training import loop, prediction
 from plan_against_cases import CASES, COMPILED_CASES, describe, make_recipe, write_home
 

@@ -23,10 +23,10 @@ from typing import cast
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.cost.engines import ENGINES, AttentionKernel, Engine
-from meshwright.planner.cost.flops import training_flops_per_token
 from meshwright.planner.hardware.cluster import Cluster, cluster
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.families import FAMILIES
+from meshwright.spec.flops import training_flops_per_token
 from meshwright.spec.presets import PRESETS, preset
 
 PUBLISHED, UNSEEN = (Path(__file__).parent / "data" / f"{name}_runs.csv" for name in ("published", "unseen"))

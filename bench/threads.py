@@ -123,8 +123,8 @@ def measure(workers: dict[str, BenchmarkWorker], case: str, seconds: float, roun
 
 def work(case: str) -> dict[str, Any]:
     """What the case is: its parameters and tokens, and the FLOPs of one layer, by which `choose_threads` decides."""
-    from meshwright.planner.cost.flops import training_flops_per_token
     from meshwright.spec.config_from_recipe import config_from_recipe
+    from meshwright.spec.flops import training_flops_per_token
     from meshwright.spec.parameters import parameter_table
     from synthetic import synthetic_recipe
 

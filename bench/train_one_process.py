@@ -36,9 +36,9 @@ def main() -> None:
 
     import torch
 
-    from meshwright.planner.cost.flops import FLOPS_CONVENTION, training_flops_per_token
     from meshwright.probe.matmul import measure_matmul_rate
     from meshwright.spec.config_from_recipe import config_from_recipe
+    from meshwright.spec.flops import FLOPS_CONVENTION, training_flops_per_token
     from meshwright.spec.parameters import parameter_table
     from synthetic import synthetic_recipe
 

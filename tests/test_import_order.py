@@ -165,7 +165,7 @@ def test_import_cycles_finds_exactly_the_cycles():
         ("meshwright.recipe", "def f():\n    from meshwright.spec import config"),
         ("meshwright.spec.config", "from meshwright.model import rope"),
         ("meshwright.spec.config", "import torch.nn"),
-        ("meshwright.planner.cost.flops", "def f():\n    from torch import nn"),
+        ("meshwright.spec.flops", "def f():\n    from torch import nn"),
         ("meshwright.data", "from safetensors.torch import load_file"),
         ("meshwright.data", "from safetensors import torch"),
         ("meshwright.comm.mesh", "from meshwright.parallel.zero_engine import ZeroEngine"),

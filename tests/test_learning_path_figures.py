@@ -10,11 +10,11 @@ import pytest
 
 from meshwright.parallel.ring_spans import list_held_chunks, list_spans
 from meshwright.planner.api import plan
-from meshwright.planner.cost.flops import training_flops_per_token
 from meshwright.planner.cost.rates import constants
 from meshwright.planner.search.estimate import Estimate
 from meshwright.planner.show.explain import explain
 from meshwright.schedules.api import schedule
+from meshwright.spec.flops import training_flops_per_token
 from meshwright.spec.parameter_entries import REDUCTIONS_IN_FLIGHT
 from meshwright.spec.presets import preset
 

@@ -57,10 +57,10 @@ from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
 from meshwright.model.varlen_attention import VarlenMask, varlen_attention
 from meshwright.parallel.recompute import ActivationCheckpointing
-from meshwright.planner.cost.flops import FLOPS_CONVENTION, training_flops_per_token
 from meshwright.planner.hardware.devices import peak_flops
 from meshwright.probe.matmul import measure_matmul_rate
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.flops import FLOPS_CONVENTION, training_flops_per_token
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.training.deterministic import deterministic

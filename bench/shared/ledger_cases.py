@@ -30,10 +30,10 @@ from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.step import ForwardBackward, count_targets, sum_over_data
 from meshwright.planner.cost.engines import choose_run_engine
 from meshwright.planner.cost.micro_batch import Routed
-from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.memory.ledger import Ledger, ledger
 from meshwright.recipe import TrainRecipe
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.teacher import TeacherWork
 from meshwright.training.distillation import Distillation
 from meshwright.training.distillation_loss import DistillationLoss
 from meshwright.training.optimizer import Optimizer

@@ -27,9 +27,9 @@ from meshwright.model.huggingface import load_huggingface
 from meshwright.model.initialise import extract_entry, initialise
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.recompute import ActivationCheckpointing
-from meshwright.planner.cost.flops import forward_flops_per_token
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_huggingface, config_to_huggingface
+from meshwright.spec.flops import forward_flops_per_token
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.spec.refuse import refuse

@@ -11,11 +11,11 @@ import pytest
 
 from meshwright.layout import Layout
 from meshwright.planner.cost.data_calls import Work
-from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
 from meshwright.planner.cost.traffic import _StepTraffic
 from meshwright.program.simulate_pipeline import simulate_pipeline
 from meshwright.schedules.library import generate_for_layout
 from meshwright.schedules.transfers import with_transfers
+from meshwright.spec.flops import forward_flops_per_token, training_flops_per_token
 from meshwright.spec.presets import preset
 from meshwright.spec.stage_times import StageTimes, program_for
 from meshwright.spec.work import head_flops, layer_flops

@@ -33,10 +33,10 @@ from meshwright.layout import Layout
 from meshwright.model.documents import Documents, MicroBatch
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
-from meshwright.planner.cost.teacher import make_teacher_work
 from meshwright.recipe import Recipe
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
+from meshwright.spec.teacher import make_teacher_work
 from meshwright.training import teacher_cache_writer
 from meshwright.training.distillation import Distillation
 from meshwright.training.distillation_loss import DistillationLoss

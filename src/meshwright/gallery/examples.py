@@ -249,7 +249,7 @@ EXAMPLES: dict[str, Example] = {
         speed.explain_training_days_gpt3,
         ("meshwright plan gpt3-175b --cluster 1024xa100-80 --sequence 2048 --batch 1536 "
          "--layout 'dp16 tp8 pp8 mb96 ac:full' --engine megatron",),
-        ("planner/cost/flops.py", "spec/work.py"),
+        ("spec/flops.py", "spec/work.py"),
         "800 GPUs for 30 days at an achieved 160 TFLOP/s: 760; 160 is achieved already, so no further utilisation "
         "factor.",
     ),
@@ -259,7 +259,7 @@ EXAMPLES: dict[str, Example] = {
         "Touvron et al. 2023, arXiv:2302.13971, section 2.4; Touvron et al. 2023, Llama 2, arXiv:2307.09288, Table 2",
         speed.explain_training_days_llama,
         ("meshwright plan llama-2-7b --cluster 64xa100-80 --sequence 4096 --batch 1024 --layout 'dp64 zero1 mb16'",),
-        ("planner/cost/flops.py", "spec/work.py"),
+        ("spec/flops.py", "spec/work.py"),
     ),
     "mfu": Example(
         "Model FLOPs utilisation from tokens per second",
@@ -268,7 +268,7 @@ EXAMPLES: dict[str, Example] = {
         speed.explain_mfu,
         ("meshwright plan llama-3-8b --cluster 8xh100-sxm --sequence 8192 --batch 64 "
          "--layout 'dp8 zero3 mb8 ac:selective'",),
-        ("planner/cost/flops.py",),
+        ("spec/flops.py",),
         "1,979 TFLOP/s (bf16) as the peak of an H100: that is with 2:4 sparsity; dense is half, and so an MFU computed "
         "with it is half the true one.",
     ),

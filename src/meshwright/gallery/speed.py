@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from meshwright.gallery.explanation import ExampleWriter
-from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
 from meshwright.planner.hardware.devices import peak_flops
+from meshwright.spec.flops import forward_flops_per_token, training_flops_per_token
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 

@@ -17,9 +17,9 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.limits import get_limit
 from meshwright.monitoring.run_directory import RunDirectory
-from meshwright.planner.cost.flops import training_flops_per_token
 from meshwright.recipe import Recipe
 from meshwright.spec.config_from_recipe import config_from_recipe
+from meshwright.spec.flops import training_flops_per_token
 from meshwright.threads import are_threads_set_by_user, choose_threads, count_available_cores
 
 if TYPE_CHECKING:

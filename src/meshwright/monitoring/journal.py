@@ -23,8 +23,8 @@ from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.monitoring.step_memory import StepMemory
 from meshwright.monitoring.trackers import FAILED, FINISHED, STOPPED
 from meshwright.monitoring.tracking import Tracking
-from meshwright.planner.cost.flops import FLOPS_CONVENTION
 from meshwright.recipe import Recipe
+from meshwright.spec.flops import FLOPS_CONVENTION
 
 GIB = 2**30
 

@@ -10,10 +10,10 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.limits import shorten_repr
 from meshwright.planner.cost.engines import ENGINES, Engine
-from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.refuse import refuse
+from meshwright.spec.teacher import TeacherWork
 
 
 @dataclass(frozen=True, slots=True)

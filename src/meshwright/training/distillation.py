@@ -19,11 +19,11 @@ from meshwright.errors import UserError
 from meshwright.launcher.recipe_checks import check_teacher_tokenizer
 from meshwright.model.documents import Documents, MicroBatch, move
 from meshwright.monitoring.records import Metrics
-from meshwright.planner.cost.teacher import TeacherWork, make_teacher_work
 from meshwright.recipe import Recipe
 from meshwright.spec.config_json import config_from_path
 from meshwright.spec.distillation import check_teacher, fit_vocabulary
 from meshwright.spec.policy import DISTILLATION_METRICS
+from meshwright.spec.teacher import TeacherWork, make_teacher_work
 from meshwright.training.distillation_loss import DistillationLoss
 from meshwright.training.objective import NextToken, Policy
 from meshwright.training.on_policy import GROUP, Sampler, find_prompts, is_on_policy_step

@@ -34,11 +34,11 @@ from meshwright.parallel.stage_compute import Divisor
 from meshwright.parallel.step import ForwardBackward, TermCount
 from meshwright.planner.cost.data_calls import Work
 from meshwright.planner.cost.engines import choose_run_engine
-from meshwright.planner.cost.flops import training_flops_per_token
 from meshwright.planner.cost.traffic import predicted_traffic, predicted_traffic_by_axis
 from meshwright.recipe import Recipe
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_to_huggingface
+from meshwright.spec.flops import training_flops_per_token
 from meshwright.spec.parameters import parameter_table
 from meshwright.training.batch_prefetch import BatchPrefetcher
 from meshwright.training.cuda_graphs import CAPTURING_DEVICES, FixedDocuments, RunPasses, graph_passes

@@ -23,8 +23,8 @@ from meshwright.monitoring.records import Metrics
 from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.parallel.step import TermCount, count_targets, loss_share
 from meshwright.parallel.zero_engine import ZeroEngine
-from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.teacher import TeacherWork
 from meshwright.training.preference_loss import Preference
 from meshwright.training.task import RunStart
 

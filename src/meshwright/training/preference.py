@@ -25,8 +25,8 @@ from meshwright.model.documents import Documents, MicroBatch
 from meshwright.model.pairs import Pairs
 from meshwright.monitoring.records import Metrics
 from meshwright.parallel.step import TermCount, loss_share, sum_over_data
-from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.spec.policy import PREFERENCE_METRICS
+from meshwright.spec.teacher import TeacherWork
 from meshwright.training.objective import Policy
 from meshwright.training.preference_loss import Preference
 from meshwright.training.reference import (

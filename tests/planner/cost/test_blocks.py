@@ -39,7 +39,7 @@ PROBLEM = Problem(CONFIG, cluster("2xh100-sxm"), SEQUENCE, 1)
 
 def forget_rows() -> None:
     """Empty the caches of the table and of what is computed from it."""
-    for cached in (tables._read_rows, tables._list_words, rank_memory._replay, predict_step):
+    for cached in (tables.list_rows, tables._read_rows, tables._list_words, rank_memory._replay, predict_step):
         cached.cache_clear()
 
 

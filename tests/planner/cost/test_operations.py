@@ -23,13 +23,13 @@ from meshwright.names import FAMILIES
 from meshwright.planner.cost.blocks import layer_operations, layer_operators, list_operations
 from meshwright.planner.cost.dimensions import keys_per_tile
 from meshwright.planner.cost.engines import ENGINES, Engine, engine
-from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.cost.operators import FLASH_BACKWARD, Operation
 from meshwright.planner.cost.step_time import step_time
 from meshwright.planner.hardware.cluster import cluster
 from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.flops import forward_flops_per_token, training_flops_per_token
 from meshwright.spec.presets import PRESETS, preset
 from meshwright.spec.stages import Stage, cut_into_stages, whole_model
 from tests.planner.cost.operation_sums import total_flops

@@ -16,7 +16,6 @@ from meshwright.planner.api import plan
 from meshwright.planner.cost.blocks import list_operations
 from meshwright.planner.cost.communication import count_parameters
 from meshwright.planner.cost.engines import ENGINES
-from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.cost.operators import FLASH_BACKWARD
 from meshwright.planner.memory.rank_memory import fullest_rank
@@ -24,6 +23,7 @@ from meshwright.planner.search.estimate import problem_of
 from meshwright.planner.search.screen import screen
 from meshwright.planner.search.search import search
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.flops import forward_flops_per_token, training_flops_per_token
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.spec.stages import whole_model

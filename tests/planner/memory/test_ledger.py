@@ -13,7 +13,6 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.api import plan
 from meshwright.planner.cost.engines import ENGINES
-from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.memory import states
 from meshwright.planner.memory.ledger import CATEGORIES, Ledger, StepReplay, ledger
@@ -35,6 +34,7 @@ from meshwright.schedules.transfers import with_transfers
 from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import preset
+from meshwright.spec.teacher import TeacherWork
 from meshwright.training import optimizer
 from tests.planner.cost.test_measured_rates import here
 

@@ -26,11 +26,11 @@ from meshwright.planner.cost.tables import (
     parse_tensor,
     select,
 )
-from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.memory import published, saved, temporaries
 from meshwright.planner.memory.ledger import ledger
 from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.presets import PRESETS, preset
+from meshwright.spec.teacher import TeacherWork
 from meshwright.toml import read_packaged_toml
 
 

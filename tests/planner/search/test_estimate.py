@@ -15,7 +15,6 @@ from meshwright.errors import UserError
 from meshwright.launcher.recipe_checks import check_recipe
 from meshwright.layout import Layout
 from meshwright.planner.api import plan
-from meshwright.planner.cost.flops import training_flops_per_token
 from meshwright.planner.jobs import answer
 from meshwright.planner.memory.ledger import ledger
 from meshwright.planner.memory.rank_memory import MEMORY_PARTS, memory_of
@@ -23,6 +22,7 @@ from meshwright.planner.search.estimate import Estimate
 from meshwright.planner.show.explain import explain
 from meshwright.recipe import Recipe, load_recipe
 from meshwright.spec.config_json import config_to_huggingface
+from meshwright.spec.flops import training_flops_per_token
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 

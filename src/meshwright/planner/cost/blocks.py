@@ -81,7 +81,8 @@ def read_operators(batch: MicroBatch, section: str, flags: Flags = None, layer: 
         yield Operator(row, batch, dimensions)
 
 
-_CORE = ("attention.scores", "attention.values", "attention.softmax", "attention.gradients")
+ATTENTION_CORE = ("attention.core", "attention.scores", "attention.softmax", "attention.values", "attention.gradients")
+"""Beginnings of the names of the kernels of softmax(q kᵀ) v."""
 
 
 def list_operations(batch: MicroBatch, stage: Stage, *, at_once: bool = True) -> list[Operation]:
@@ -149,7 +150,7 @@ def _recomputed_operations(batch: MicroBatch, layer: list[Operation], mixed: boo
     if any(one.name == f"{last}.adapter.b" for one in layer):  # one autograd function multiplies by all its matrices
         last = None
     for one in (each for each in layer if each.phase == "forward"):
-        core, elementwise = one.kind == "attention" or one.name in _CORE, one.kind == "elementwise"
+        core, elementwise = one.name.startswith(ATTENTION_CORE), one.kind == "elementwise"
         shares: dict[str, Number] = {  # fraction of the kernel that is repeated
             "full": one.name != last,
             "core": core or one.name == "attention.dropout",

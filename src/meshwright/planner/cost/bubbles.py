@@ -14,6 +14,13 @@ from meshwright.program.durations import Floats
 SPLIT_SCHEDULES = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "interleaved-zb", "dualpipe", "dualpipe-v", "auto")
 """Schedules with split backward, whose weight gradients fill the bubbles."""
 
+BUBBLES = {
+    "zb-h1": (1, 1), "auto": (1, 1), "zb-h2": (2, 1), "zb-v": (2, 2), "v-half": (-1, 2), "v-min": (-1, 1.5),
+    "dualpipe": (1, 2), "dualpipe-v": (1, 2), "chimera": (-1, 2),
+}  # fmt: skip
+"""{schedule: (a, d)}: its bubble is (F + B - a W) / d, at least 0. F, B and W: seconds of forward, input gradient and
+weight gradient of a micro-batch on all other ranks. Other schedules: a = -1, d = chunks of a rank."""
+
 V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
 """Schedules in which rank r holds stages r and 2 p - 1 - r of the 2 p stages (p ranks)."""
 
@@ -63,14 +70,13 @@ def find_busiest_rank(ranks: Floats, counts: Floats) -> BusiestRank:
 
 
 def closed_makespan(
-    schedule: str, chunks: int, micro_batches: Floats | int, busiest: BusiestRank, stages: int, transfer: Floats | float
+    schedule: str, micro_batches: Floats | int, busiest: BusiestRank, stages: int, transfer: Floats | float
 ) -> tuple[Floats, Floats]:
     """Return (makespan, seconds of the makespan due to messages) of a pipeline schedule in closed form, for one layout
     or for an array of layouts. The makespan is the time from the first forward to the last backward of a step.
 
     Args:
         schedule: Such as "1f1b".
-        chunks: Model chunks (stages) of each pipeline rank.
         micro_batches: Number of micro-batches of a step.
         busiest: Seconds of one micro-batch on the busiest rank and on all others.
         stages: Number of stages of the pipeline.
@@ -83,13 +89,9 @@ def closed_makespan(
     plus one stage's time of each other micro-batch; this bound applies with fewer micro-batches than ranks. Under GEMS
     two micro-batches are in flight, and the backwards of all follow one another (Li and Hoefler 2021, figure 2)."""
     (own_f, _, own_w), (f, b, w), most, ranks = busiest
-    none = np.zeros(())
-    whole, rest = f + b + w, np.maximum(none, f + b - 2 * w)
-    half = np.maximum(none, whole / 2 - w)
-    bubble = {
-        "zb-h1": np.maximum(none, f + b - w), "auto": np.maximum(none, f + b - w), "zb-h2": rest, "zb-v": rest / 2,
-        "v-half": whole / 2, "v-min": whole * 2 / 3, "dualpipe": half, "dualpipe-v": half, "chimera": whole / 2,
-    }.get(schedule, whole / chunks)  # fmt: skip
+    none, chunks = np.zeros(()), stages // ranks
+    filled, divisor = BUBBLES.get(schedule, (-1, chunks))
+    bubble = np.maximum(none, f + b - filled * w) / divisor
     # A message goes each way over each boundary while the pipeline fills and drains; in 1F1B every micro-batch's round
     # trip also carries one each way, because nothing else is there to do meanwhile.
     messages: Floats = np.asarray(2 * (stages - 1) * transfer, dtype=np.float64)

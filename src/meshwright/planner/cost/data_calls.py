@@ -14,12 +14,12 @@ from meshwright.collectives.named import NamedProgram
 from meshwright.layout import Layout
 from meshwright.planner.cost.communication import ZERO_CALLS
 from meshwright.planner.cost.engines import ENGINES, Engine
-from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.memory.states import Flat, flats_of
 from meshwright.spec.foreign import REST, ModulePartition
 from meshwright.spec.parameter_entries import AXES_OF
 from meshwright.spec.parameters import ParameterTable
 from meshwright.spec.partition import Partition
+from meshwright.spec.teacher import TeacherWork
 
 
 @dataclass(frozen=True, slots=True)

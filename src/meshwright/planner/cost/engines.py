@@ -153,7 +153,8 @@ class Engine:
 ENGINES: dict[str, Engine] = {}
 for _name, _table in read_packaged_toml("planner/cost/engines.toml").items():
     _fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in _table.items()}
-    ENGINES[_name] = Engine(_name, **_fields)
+    _base = ENGINES[_fields.pop("like")] if "like" in _fields else Engine(_name, "")
+    ENGINES[_name] = replace(_base, name=_name, **_fields)
 
 
 def choose_run_engine(tensor_overlap: str, device: str, compile: bool, graphs: bool = False) -> Engine:

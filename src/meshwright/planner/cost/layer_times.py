@@ -30,7 +30,6 @@ UNCORRECTED: Floats = np.ones(len(MICRO_BATCH_PARTS))
 
 _PART = {part: number for number, part in enumerate(MICRO_BATCH_PARTS)}
 _PHASE = {"forward": 0, "recompute": 1, "input": 1, "weight": 2}
-_CORE = ("attention.core", "attention.scores", "attention.softmax", "attention.values", "attention.gradients")
 
 
 def group_by_structure(config: ModelConfig, candidates: Sequence[StageCandidate]) -> Iterator[communication.Array]:
@@ -78,6 +77,7 @@ class LayerTimes:
         first: Seconds of the embedding [phases, parts, candidates].
         last: Seconds of final norm, head and loss [2, phases, parts, candidates]; first dimension: the head's gradients
             are computed in the backward (0) or already in the forward (1).
+        message: Bytes of a micro-batch's activations that a rank sends to the next stage [candidates].
         parameters: Numbers of a rank's dense and expert-parallel parameters before ZeRO's sharding: in a layer of each
             kind, in the embedding, in the head, and in both of these [kinds + 3, 2, candidates].
     """
@@ -107,8 +107,7 @@ class LayerTimes:
         self.tp, self.cp = (np.array([getattr(layout, axis) for layout in layouts]) for axis in ("tp", "cp"))
         self.experts = np.array([layout.ep * layout.etp for layout in layouts])
         self.full = np.array([layout.recompute == "full" for layout in layouts])
-        self.cuts = np.where([layout.tensor_sequence_parallel for layout in layouts], self.tp, 1)
-        """Parts into which ranks of tp cut the message to the next stage."""
+        self.message = np.zeros(len(self.candidates))
         sizes = [(layout.tp, layout.cp, layout.ep, layout.etp) for layout in layouts]
         distinct, self.mesh = communication.find_distinct(sizes)
         """Index into `meshes`: layouts with different sizes of tp, cp, ep, etp."""
@@ -141,17 +140,11 @@ class LayerTimes:
         vocabulary: Any = -(-self.problem.config.vocabulary // self.tp[index])
         return np.where(self.full[index], at_once, keeps_head_gradient(tokens, vocabulary, layers, "none", at_once))
 
-    def message_bytes(self, index: communication.Array) -> Floats:
-        """Return the bytes of a micro-batch's activations that a rank sends to the next stage, for each candidate in
-        `index` (array of indices)."""
-        problem = self.problem
-        whole = self.rows[index] * problem.sequence / self.cp[index] * problem.config.hidden * self.itemsize
-        return np.asarray(whole / self.cuts[index])
-
     def _price(self, indices: communication.Array) -> None:
         """Compute and store the times of the candidates with the given indices. In all their layouts the same axes are
         larger than 1, and recompute is the same."""
         batch = micro_batch_of(self.problem, [self.candidates[number] for number in indices])
+        self.message[indices] = batch.stream_bytes
         numbers, mesh = np.unique(self.mesh[indices], return_inverse=True)
         groups = communication.ProcessGroups(self.collectives, [self.meshes[number] for number in numbers], mesh)
         price, host = _TimeModel(batch, self.rates, groups), self.problem.engine.host_seconds
@@ -194,10 +187,10 @@ class _TimeModel(NamedTuple):
         for one in blocks.list_kernels(operators) if kernels is None else kernels:
             taken = self.rates.seconds(one, self.batch.kernel)
             found[_PHASE[one.phase], 0] += taken
+            core = one.name.startswith(blocks.ATTENTION_CORE)
             # One launch for all rows and heads, and for all experts.
-            batched = one.name.startswith((*_CORE, "mlp.experts"))
-            issued[_PHASE[one.phase]] += 1.0 if batched else one.count
-            kind = "attention" if one.name.startswith(_CORE) else "weight" if one.phase == "weight" else one.kind
+            issued[_PHASE[one.phase]] += 1.0 if core or one.name.startswith("mlp.experts") else one.count
+            kind = "attention" if core else "weight" if one.phase == "weight" else one.kind
             for cover in (kind, *(["shared"] if one.name.startswith("mlp.shared") else [])):
                 covers[cover, one.phase] = covers[cover, one.phase] + taken
         overlapped: dict[tuple[str, Phase, str], Any] = defaultdict(float)  # by cover, phase and part

@@ -4,6 +4,7 @@ stages, ZeRO's communication, gradient reductions and the optimizer step."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,6 +33,24 @@ def communicated_zero_stage(zero: int, ranks: int, engine: Engine) -> int:
     one exception: 1 in place of 2 and 3 if there is a pipeline, for engines that then gather parameters and reduce
     gradients only once a step. ranks: number of pipeline ranks."""
     return 1 if zero >= 2 and ranks > 1 and engine.holds_in_pipelines else zero
+
+
+class DataParallelism(NamedTuple):
+    """Communication of data parallelism. zero: ZeRO stage by which it is predicted (`communicated_zero_stage`); groups:
+    process groups of the candidate layouts."""
+
+    zero: int
+    groups: ProcessGroups
+
+    @classmethod
+    def of(cls, zero: int, ranks: int, engine: Engine, groups: ProcessGroups) -> DataParallelism:
+        """Return the communication under the ZeRO stage `zero` of a layout. ranks: number of pipeline ranks."""
+        return cls(communicated_zero_stage(zero, ranks, engine), groups)
+
+    @property
+    def per_micro_batch(self) -> DataParallelism | None:
+        """The communication in every micro-batch: of ZeRO-2 and ZeRO-3, None below."""
+        return self if self.zero >= 2 else None
 
 
 def exposed_zero_seconds(
@@ -129,24 +148,21 @@ class PipelineTimes:
         return self.layer_times.keeps_gradient(self.index, int(self.layers[self.last][0]), at_once)
 
     @cached_method
-    def stage_seconds(self, at_once: bool, zero: int, groups: ProcessGroups | None) -> Floats:
+    def stage_seconds(self, at_once: bool, data: DataParallelism | None) -> Floats:
         """Return the seconds of a micro-batch in each distinct stage: [s, phases, p, n] (dimensions: see the class).
 
-        at_once: True if the last stage runs each backward directly after its forward; zero: ZeRO stage; groups: process
-        groups of ZeRO-2 and 3, whose exposed communication is added to the last part ("data"); below ZeRO-2 no
-        effect."""
-        if zero < 2 and groups is not None:
-            return self.stage_seconds(at_once, 0, None)
+        at_once: True if the last stage runs each backward directly after its forward; data: ZeRO's communication in
+        every micro-batch, whose exposed seconds are added to the last part ("data")."""
         layer_times, index = self.layer_times, self.index
-        if groups is not None:
-            found = self.stage_seconds(at_once, 0, None).copy()
+        if data is not None:
+            found = self.stage_seconds(at_once, None).copy()
             layers = self.layers[:, None]
-            gather, scatter = self.zero_seconds(zero, groups, (self.dense / layers, self.expert / layers))
+            gather, scatter = self.zero_seconds(data, (self.dense / layers, self.expert / layers))
             if layer_times.problem.engine.copies_gathered:  # read and written, before forward and backward
                 moved = 2 * layer_times.itemsize * (self.dense + self.expert) * (gather > 0)
                 found[:, :2, 0] += (moved / layer_times.rates.memory)[:, None]
             forward, input_gradient, weight_gradient = np.moveaxis(add_parts(found), 1, 0)
-            back, slowdown = input_gradient + weight_gradient, groups.gradient_slowdown(True)
+            back, slowdown = input_gradient + weight_gradient, data.groups.gradient_slowdown(True)
             waits = exposed_zero_seconds(gather, scatter, layers, forward, back, slowdown)
             found[:, :2, -1] += np.stack(waits, axis=1)
             return found
@@ -157,19 +173,19 @@ class PipelineTimes:
         return found
 
     def zero_seconds(
-        self, zero: int, groups: ProcessGroups, numbers: tuple[Floats, Floats], layers: Floats | None = None
+        self, data: DataParallelism, numbers: tuple[Floats, Floats], layers: Floats | None = None
     ) -> tuple[Floats, Floats]:
         """Return the seconds of data parallelism's (all-gathers of parameters, reductions of gradients) in one
         micro-batch; with `layers`, of those that are made once a step.
 
-        zero: ZeRO stage; groups: process groups; numbers: numbers of (dense, expert-parallel) parameters [..., n];
+        data: communication of data parallelism; numbers: numbers of (dense, expert-parallel) parameters [..., n];
         layers: number of layers, each of which sends a separate message unless the engine has a bucket size."""
-        times, repeats = self.layer_times, layers is None
+        times, groups, repeats = self.layer_times, data.groups, layers is None
         taken: dict[bool, Floats] = {True: np.zeros((1, 1)), False: np.zeros((1, 1))}
         frozen = frozen_bytes_per_trained(times.problem.config, times.dtype) if repeats else 0.0
         for numel, shards, axes in zip(numbers, groups.shards, (AXES_OF["dense"], AXES_OF["experts"]), strict=True):
             for call in ZERO_CALLS if numel.any() else ():
-                if call.repeats != repeats or zero not in call.stages:
+                if call.repeats != repeats or data.zero not in call.stages:
                     continue
                 size = numel * (times.itemsize + frozen if call.of_parameters else times.gradient_bytes)
                 if call.of_shard:
@@ -191,61 +207,55 @@ class PipelineTimes:
         return np.asarray(np.maximum(turns, least), dtype=np.float64)
 
     @cached_method
-    def rank_seconds(self, at_once: bool, zero: int, groups: ProcessGroups | None) -> tuple[Floats, BusiestRank]:
+    def rank_seconds(self, at_once: bool, data: DataParallelism | None) -> tuple[Floats, BusiestRank]:
         """Return (seconds of a micro-batch on each distinct rank, summed over its stages [r, phases, p, n]; times of
         the busiest rank). Arguments: see `stage_seconds`."""
-        if zero < 2 and groups is not None:
-            return self.rank_seconds(at_once, 0, None)
-        ranks: Floats = np.tensordot(self.of_rank, self.stage_seconds(at_once, zero, groups), 1)
+        ranks: Floats = np.tensordot(self.of_rank, self.stage_seconds(at_once, data), 1)
         return ranks, find_busiest_rank(add_parts(ranks) / self.replicas, self.counts)
 
-    def makespan(
-        self, schedule: str, chunks: int, at_once: bool, zero: int, groups: ProcessGroups
-    ) -> tuple[Floats, Floats]:
+    def makespan(self, schedule: str, at_once: bool, data: DataParallelism | None) -> tuple[Floats, Floats]:
         """Return (makespan, seconds of the makespan due to messages) of a pipeline schedule in closed form, each [n].
-        schedule: such as "1f1b"; chunks: stages of each pipeline rank; at_once: True if the last stage runs each
-        backward directly after its forward; zero: ZeRO stage; groups: process groups."""
-        _, busiest = self.rank_seconds(at_once, zero, groups)
+        schedule: such as "1f1b"; other arguments: see `stage_seconds`."""
+        _, busiest = self.rank_seconds(at_once, data)
         if self.ranks == 1:
             return self.micro * busiest.total, np.zeros(())
-        return closed_makespan(schedule, chunks, self.micro, busiest, self.count, self.transfer)
+        return closed_makespan(schedule, self.micro, busiest, self.count, self.transfer)
 
     @cached_method
-    def once_seconds(self, interleaved: bool, at_once: bool, zero: int, groups: ProcessGroups) -> Floats:
+    def once_seconds(self, interleaved: bool, at_once: bool, data: DataParallelism) -> Floats:
         """Return the seconds that occur once a step, on the slowest rank [n]: exposed gradient reductions, exposed
-        all-gathers of updated parameters, and the optimizer step.
+        all-gathers of updated parameters, and the optimizer step. Arguments: see `gradient_seconds`."""
+        exposed = self.gradient_seconds(interleaved, at_once, data).max(axis=0)
+        return np.asarray(exposed + self.optimizer_seconds(data))
 
-        interleaved: True under the schedule "interleaved"; at_once: True if the last stage runs each backward directly
-        after its forward; zero: ZeRO stage; groups: process groups."""
-        exposed = self.gradient_seconds(interleaved, at_once, zero, groups).max(axis=0)
-        return np.asarray(exposed + self.optimizer_seconds(zero, groups))
-
-    def gradient_seconds(self, interleaved: bool, at_once: bool, zero: int, groups: ProcessGroups) -> Floats:
+    def gradient_seconds(self, interleaved: bool, at_once: bool, data: DataParallelism) -> Floats:
         """Return the exposed seconds, once a step, of gradient reductions and of all-gathers of updated parameters on
-        each distinct rank: [r, n]. Communication overlaps the forward or backward of one micro-batch; under
-        "interleaved", of one micro-batch for each pipeline rank. Arguments: see `once_seconds`."""
+        each distinct rank: [r, n].
+
+        interleaved: True under the schedule "interleaved", in which communication overlaps the forward or backward of
+        one micro-batch for each pipeline rank; False if it overlaps those of one; at_once: True if the last stage runs
+        each backward directly after its forward."""
         engine, layers = self.layer_times.problem.engine, self.rank_layers
-        gathers, sums = self.once_calls(zero, groups)
+        gathers, sums = self.once_calls(data)
         if not engine.overlaps_data:
             return sums + gathers
         passes = np.minimum(self.ranks, self.micro) if interleaved else np.ones(())
-        busy = add_parts(self.rank_seconds(at_once, zero, groups)[0])
+        busy = add_parts(self.rank_seconds(at_once, data.per_micro_batch)[0])
         forward, backward = (passes * each.max(axis=0) for each in (busy[:, 0], busy[:, 1] + busy[:, 2]))
-        slowdown = groups.gradient_slowdown(zero > 0)
+        slowdown = data.groups.gradient_slowdown(data.zero > 0)
         waits = exposed_seconds(sums, backward, layers, slowdown)
         return waits + (exposed_seconds(gathers, forward, layers, slowdown) if engine.overlaps_gathers else gathers)
 
     @cached_method
-    def once_calls(self, zero: int, groups: ProcessGroups) -> tuple[Floats, Floats]:
+    def once_calls(self, data: DataParallelism) -> tuple[Floats, Floats]:
         """Return the seconds, once a step, of (all-gathers of updated parameters, gradient reductions) on each distinct
-        rank, each [r, n]; overlapped seconds are included. zero: ZeRO stage; groups: process groups."""
-        return self.zero_seconds(zero, groups, (self.rank_dense, self.rank_expert), self.rank_layers)
+        rank, each [r, n]; overlapped seconds are included."""
+        return self.zero_seconds(data, (self.rank_dense, self.rank_expert), self.rank_layers)
 
-    def optimizer_seconds(self, zero: int, groups: ProcessGroups) -> Floats:
-        """Return the seconds of the optimizer step on the rank that updates the most parameters: [n]. zero: ZeRO stage;
-        groups: process groups."""
+    def optimizer_seconds(self, data: DataParallelism) -> Floats:
+        """Return the seconds of the optimizer step on the rank that updates the most parameters: [n]."""
         layer_times = self.layer_times
-        shards, expert_shards = groups.shards if zero else (1, 1)
+        shards, expert_shards = data.groups.shards if data.zero else (1, 1)
         updated = (self.rank_dense / shards + self.rank_expert / expert_shards).max(axis=0)
         return np.asarray(updated * OPTIMIZER_BYTES[layer_times.problem.optimizer] / layer_times.rates.memory)
 

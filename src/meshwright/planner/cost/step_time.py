@@ -4,7 +4,7 @@ of data parallelism and the optimizer step."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ from meshwright.planner.cost.bounds import Bounds, StepProperties, bound_seconds
 from meshwright.planner.cost.bubbles import followed_at_once
 from meshwright.planner.cost.communication import ProcessGroups
 from meshwright.planner.cost.layer_times import MICRO_BATCH_PARTS, UNCORRECTED, LayerTimes
-from meshwright.planner.cost.pipeline_times import OPTIMIZER_BYTES, PipelineTimes, communicated_zero_stage, place_stages
+from meshwright.planner.cost.pipeline_times import OPTIMIZER_BYTES, DataParallelism, PipelineTimes, place_stages
 from meshwright.planner.cost.rates import straggler_terms
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.problem import Problem, StageCandidate
@@ -98,12 +98,12 @@ class StepPredictor:
             raise UserError(f'unknown optimizer "{problem.optimizer}" (known: {", ".join(OPTIMIZER_BYTES)})')
         self.problem, self.layout = problem, layout
         self.at_once = followed_at_once(layout.schedule, layout.pp)
-        self.zero = communicated_zero_stage(layout.zero, layout.pp, problem.engine)
         self.layer_times = layer_times or LayerTimes(
             problem, [StageCandidate(layout, problem.batch // share)], step_factors
         )
         self.index = np.array([index])
         self.groups = ProcessGroups(self.layer_times.collectives, [layout])
+        self.data = DataParallelism.of(layout.zero, layout.pp, problem.engine, self.groups)
         self.makespans = makespans or MakespanCache()
 
     def pipeline(self, program: PipelineProgram | None) -> PipelineTimes:
@@ -116,11 +116,10 @@ class StepPredictor:
     def price(self, simulate: bool = True, parts: bool = True) -> StepTime:
         """Return the predicted seconds of the step. simulate: True for the pipeline simulator, False for the closed
         form; parts: True to separate the seconds due to messages, which takes a second simulation without messages."""
-        layout, problem, groups = self.layout, self.problem, self.groups
+        layout, problem, data = self.layout, self.problem, self.data
         program = program_for(layout, problem.config, problem.sequence) if simulate and layout.pp > 1 else None
         of = self.pipeline(program)
-        priced = self.at_once, self.zero, groups
-        ranks, _ = of.rank_seconds(*priced)
+        ranks, _ = of.rank_seconds(self.at_once, data.per_micro_batch)
         totals = layout.micro_batches / of.replicas * ranks[..., 0]
         busiest = totals.sum(axis=(1, 2)).argmax()
         breakdown = dict(zip(MICRO_BATCH_PARTS, totals[busiest].sum(axis=0).tolist(), strict=True))
@@ -129,14 +128,18 @@ class StepPredictor:
         breakdown |= {"pipeline": 0.0, "bubble": 0.0}
         if layout.pp > 1:
             if program is None:
-                closed = of.makespan(layout.schedule, layout.chunks, *priced)
+                closed = of.makespan(layout.schedule, self.at_once, data.per_micro_batch)
                 makespan, messages = (np.asarray(each).item() for each in closed)
             else:
-                makespan, messages = self._simulated(program, self.durations(of), parts)
+                every = self.durations(of)
+                asked = [every, replace(every, transfer=0.0)][: 1 + parts]
+                self.makespans.compute(program, asked)
+                makespan, *without = (self.makespans.get(program, each) for each in asked)
+                messages = makespan - sum(without) if without else 0.0
             breakdown["pipeline"] = messages
             breakdown["bubble"] = max(0.0, makespan - messages - float(totals[busiest].sum()))
-        breakdown["data"] += float(of.gradient_seconds(layout.schedule == "interleaved", *priced).max())
-        breakdown["optimizer"] = float(of.optimizer_seconds(*priced[1:])[0])
+        breakdown["data"] += float(of.gradient_seconds(layout.schedule == "interleaved", self.at_once, data).max())
+        breakdown["optimizer"] = float(of.optimizer_seconds(data)[0])
         seconds = sum(breakdown.values())
         cluster = problem.cluster
         factor, once = straggler_terms(cluster)
@@ -149,34 +152,24 @@ class StepPredictor:
     @cached_property
     def transfer(self) -> float:
         """Seconds of one message between pipeline stages (activations of a micro-batch)."""
-        return float(self.groups.seconds("send", "pp", self.layer_times.message_bytes(self.index))[0])
+        return float(self.groups.seconds("send", "pp", self.layer_times.message[self.index])[0])
 
     def durations(self, pipeline: PipelineTimes, factor: float = 1.0) -> Durations:
         """Return the seconds, multiplied by `factor`, of forward, input-gradient and weight-gradient passes in each
         stage, and of messages. pipeline: times of the pipeline."""
-        times = pipeline.stage_seconds(self.at_once, self.zero, self.groups)
+        times = pipeline.stage_seconds(self.at_once, self.data.per_micro_batch)
         forward, back, weight = factor * times[..., 0].sum(axis=-1)[pipeline.which].T
         return Durations(forward, back, weight, factor * self.transfer if self.layout.pp > 1 else 0.0)
-
-    def _simulated(self, program: PipelineProgram, durations: Durations, parts: bool) -> tuple[float, float]:
-        """Simulate the pipeline schedule; return (makespan, seconds of the makespan due to messages). program: schedule
-        program; durations: seconds of its passes and messages; parts: False to skip the second result, which is then 0.
-        """
-        asked = [durations, Durations(durations.forward, durations.input_gradient, durations.weight_gradient)]
-        asked = asked[: 1 + parts]
-        self.makespans.compute(program, asked)
-        makespan, *without = (self.makespans.get(program, each) for each in asked)
-        return makespan, makespan - sum(without) if without else 0.0
 
     def data_seconds(self) -> float:
         """Return the seconds of a step during which a rank communicates for data parallelism, overlapped or not."""
         of, layout = self.pipeline(None), self.layout
-        gathers, sums = of.once_calls(self.zero, self.groups)
+        gathers, sums = of.once_calls(self.data)
         once = (gathers + sums)[:, 0]
-        if self.zero < 2:
+        if self.data.per_micro_batch is None:
             return float(once.max())
         layers = of.rank_layers  # a call each, as in the exposed time: each has its latency
-        gather, scatter = of.zero_seconds(self.zero, self.groups, (of.rank_dense / layers, of.rank_expert / layers))
+        gather, scatter = of.zero_seconds(self.data, (of.rank_dense / layers, of.rank_expert / layers))
         return float((once + layout.micro_batches / of.replicas * (layers * (2 * gather + scatter))[:, 0]).max())
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Set
-from functools import cache
+from collections.abc import Iterable, Mapping, Set
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from meshwright.planner.cost.micro_batch import Number
@@ -137,18 +137,19 @@ Let = tuple[tuple[str, str], ...]
 """(dimension, size that takes its place)."""
 
 
-def list_rows(section: str, true: frozenset[str], prefix: str, let: Let) -> Iterator[Row]:
-    """Yield the rows of a section of `operators.toml`. A section is a list of rows; each row describes one operator, or
-    names another section (`use`), whose rows are then yielded in its place.
+@lru_cache(maxsize=1024)
+def list_rows(section: str, true: frozenset[str], prefix: str, let: Let) -> list[Row]:
+    """Return the rows of a section of `operators.toml`. A section is a list of rows; each row describes one operator,
+    or names another section (`use`), whose rows then take its place.
 
     true: names of the properties that hold, such as "gated"; rows whose condition does not hold are left out. prefix:
     text put before operator names that begin with ".", such as "attention" before ".qkv". let: (dimension, replacement)
     pairs; a dimension is the name of a size, such as "width"."""
+    found = []
     for row in _read_rows(section, true & _list_words(section), prefix, let):
-        if "use" in row:
-            yield from list_rows(row["use"], true.union(row.get("flags", ())), row["name"], row["let"])
-        else:
-            yield row
+        used = "use" in row
+        found += list_rows(row["use"], true.union(row.get("flags", ())), row["name"], row["let"]) if used else [row]
+    return found
 
 
 @cache

@@ -16,7 +16,6 @@ from meshwright.planner.cost.blocks import prediction_operators, stage_operators
 from meshwright.planner.cost.data_calls import DataCalls, Work, sum_by_axis, sum_by_site
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.cost.operators import CollectiveCall
-from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.program import consumed_sends
 from meshwright.program.pipeline import Kind
 from meshwright.schedules.transfers import with_transfers
@@ -28,6 +27,7 @@ from meshwright.spec.partition import Partition
 from meshwright.spec.policy import DISTILLATION_METRICS, PREFERENCE_METRICS
 from meshwright.spec.stage_times import program_for
 from meshwright.spec.stages import LOOKED_UP, Stage
+from meshwright.spec.teacher import TeacherWork
 
 
 def predicted_traffic(config: ModelConfig, layout: Layout, work: Work, rank: int = 0) -> dict[str, int]:

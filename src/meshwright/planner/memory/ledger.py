@@ -19,7 +19,6 @@ from meshwright.planner.cost.cached import cached_method
 from meshwright.planner.cost.dimensions import element_types
 from meshwright.planner.cost.engines import ENGINES, Engine
 from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch, Routed, Starts
-from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.memory import passes
 from meshwright.planner.memory.compiled_blocks import can_predict_compiled
 from meshwright.planner.memory.passes import StagePass
@@ -36,6 +35,7 @@ from meshwright.spec.parameters import parameter_table
 from meshwright.spec.partition import Partition
 from meshwright.spec.refuse import refuse
 from meshwright.spec.stage_times import program_for
+from meshwright.spec.teacher import TeacherWork
 
 CATEGORIES = (
     *("parameters", "gradients", "optimizer", "activations", "communication", "logits", "workspace", "framework"),

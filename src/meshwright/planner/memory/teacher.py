@@ -9,7 +9,6 @@ from functools import cached_property
 from meshwright.layout import Layout
 from meshwright.planner.cost.dimensions import layer_dimensions
 from meshwright.planner.cost.micro_batch import MicroBatch, Number
-from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.memory.saved import position_tables
 from meshwright.planner.memory.snapshot import Allocation, NamedSnapshot
 from meshwright.planner.memory.states import flats_of
@@ -18,6 +17,7 @@ from meshwright.spec.distillation import make_teacher_layout
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.partition import Partition
 from meshwright.spec.stage_times import program_for
+from meshwright.spec.teacher import TeacherWork
 
 DIVERGENCE_TENSORS = {"forward_kl": 5, "reverse_kl": 5, "jsd": 8}
 """Number of tensors of the size of a slice's logits, in float32 (or float64), at the peak of computing a divergence."""

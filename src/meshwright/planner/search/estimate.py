@@ -14,10 +14,8 @@ from meshwright.limits import is_finite_number, make_limit_error, shorten_repr
 from meshwright.names import check_options
 from meshwright.planner.cost import engines
 from meshwright.planner.cost.engines import Engine
-from meshwright.planner.cost.flops import FLOPS_CONVENTION, training_flops_per_token
 from meshwright.planner.cost.reference_step import measured_step_factors
 from meshwright.planner.cost.step_time import StepPredictor, StepTime, default_precision
-from meshwright.planner.cost.teacher import make_teacher_work
 from meshwright.planner.hardware.cluster import Cluster, cluster
 from meshwright.planner.hardware.machine_profile import find_process_items
 from meshwright.planner.hardware.values import read_count
@@ -28,6 +26,8 @@ from meshwright.planner.memory.states import optimizer_kinds
 from meshwright.planner.models import config_of, find_recipe, model_of, model_substitution_note
 from meshwright.planner.problem import Problem, parse_reserve
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.flops import FLOPS_CONVENTION, training_flops_per_token
+from meshwright.spec.teacher import make_teacher_work
 from meshwright.spec.work import MASKED_SHARE
 
 if TYPE_CHECKING:

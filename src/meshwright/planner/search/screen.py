@@ -14,7 +14,7 @@ from meshwright.planner.cost.bubbles import followed_at_once, in_flight, stages_
 from meshwright.planner.cost.cached import cached_method
 from meshwright.planner.cost.communication import Array, ProcessGroups, find_distinct
 from meshwright.planner.cost.layer_times import LayerTimes
-from meshwright.planner.cost.pipeline_times import PipelineTimes, communicated_zero_stage
+from meshwright.planner.cost.pipeline_times import DataParallelism, PipelineTimes
 from meshwright.planner.cost.rates import straggler_terms
 from meshwright.planner.cost.reference_step import measured_step_factors
 from meshwright.planner.memory.activation_bytes import ActivationBytes, state_bytes_per_parameter, state_sizes
@@ -131,7 +131,7 @@ class _FittingCandidates:
         self.data = self.dp * layer_times.cp[self.index]
         self.sharding = {inside: self._sharding(inside) for inside in (False, True)}
         whole = ProcessGroups(layer_times.collectives, [Layout(dp=problem.cluster.devices)] * len(self.index))
-        self.transfer = whole.seconds("send", "pp", layer_times.message_bytes(self.index))  # any layout has all devices
+        self.transfer = whole.seconds("send", "pp", layer_times.message[self.index])  # any layout has all devices
 
     def _sharding(self, inside: bool) -> _Sharding:
         """Return the candidates' ZeRO sharding groups. inside: True for groups within nodes (hybrid sharding), False
@@ -174,12 +174,12 @@ class _Pipeline:
         self.passing = memory.passing[index]
 
     @cached_method
-    def states(self, zero: int, inside: bool) -> tuple[Floats, Floats]:
+    def states(self, zero: int, data: DataParallelism) -> tuple[Floats, Floats]:
         """Return (bytes of model states on each distinct rank [ranks, candidates], bytes of temporary buffers
-        [candidates]). ZeRO-2 and 3 gather and reduce one layer at a time in the temporary buffers. zero: ZeRO stage;
-        inside: True for sharding groups within nodes."""
+        [candidates]). ZeRO-2 and 3 gather and reduce one layer at a time in the temporary buffers. zero: ZeRO stage of
+        the layouts; data: their communication of data parallelism."""
         of, problem = self.of, self.grid.layer_times.problem
-        shards, expert_shards = self.grid.sharding[inside].groups.shards
+        shards, expert_shards = data.groups.shards
         dense, expert = of.rank_dense, of.rank_expert
         if problem.config.tied_head and of.count > 1:  # a rank with both ends has their matrix once
             both = (of.of_rank @ of.first) * (of.of_rank @ of.last)
@@ -187,7 +187,7 @@ class _Pipeline:
             dense = dense - np.outer(both / of.replicas**2, matrix)
         stay = state_sizes(problem, zero, dense, shards) + state_sizes(problem, zero, expert, expert_shards)
         layer, itemsize = np.zeros(stay.shape[1]), self.grid.layer_times.itemsize
-        if communicated_zero_stage(zero, of.ranks, problem.engine) < zero:  # held until the pipeline ends
+        if data.zero < zero:  # held until the pipeline ends
             gathered = itemsize if zero == 3 else 0
             stay = stay + (dense + expert) * (gathered + state_bytes_per_parameter(problem).gradients)
         elif zero >= 2:
@@ -227,7 +227,7 @@ def _screen_pipeline(
         return
     at_once = followed_at_once(pipeline.schedule, pipeline.ranks)
     activations = costs.activations(pipeline, at_once) + costs.passing
-    makespans: dict[tuple[int, bool], Floats] = {}
+    makespans: dict[DataParallelism | None, Floats] = {}
     engine = grid.layer_times.problem.engine
     settings = [(zero, inside) for zero in engine.zero for inside in ((False, True) if zero else (False,))]
     for zero, inside in settings:
@@ -235,12 +235,11 @@ def _screen_pipeline(
         chosen = fits & sharding.fits if zero else fits
         if not chosen.any():
             continue
-        priced = at_once, communicated_zero_stage(zero, pipeline.ranks, engine), sharding.groups
-        key = (priced[1], inside) if priced[1] >= 2 else (0, False)
-        if key not in makespans:
-            makespans[key] = costs.of.makespan(pipeline.schedule, pipeline.chunks, *priced)[0]
-        seconds = makespans[key] + costs.of.once_seconds(pipeline.schedule == "interleaved", *priced)
-        states, layer = costs.states(zero, inside)
+        data = DataParallelism.of(zero, pipeline.ranks, engine, sharding.groups)
+        if (key := data.per_micro_batch) not in makespans:
+            makespans[key], _ = costs.of.makespan(pipeline.schedule, at_once, key)
+        seconds = makespans[key] + costs.of.once_seconds(pipeline.schedule == "interleaved", at_once, data)
+        states, layer = costs.states(zero, data)
         size = (states + activations).max(axis=0) + layer
         at = np.flatnonzero(chosen)
         yield grid.index[at], np.full(len(at), zero), sharding.hybrid[at], seconds[at], size[at]

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
+from meshwright.spec.flops import forward_flops_per_token, training_flops_per_token
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.spec.work import keys_per_token

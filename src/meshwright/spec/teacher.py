@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshwright.layout import Layout
-from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
 from meshwright.spec import distillation
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.flops import forward_flops_per_token, training_flops_per_token
 
 if TYPE_CHECKING:
     from meshwright.recipe import Recipe
