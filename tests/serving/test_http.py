@@ -535,7 +535,7 @@ def test_openai_client_waits_at_most_a_minute_at_a_time(
 
     answer = http.post("/v1/completions", json={"prompt": "x"})
     assert answer.headers["retry-after"] == "95" and answer.json()["error"]["message"].endswith("retry after 95 s")
-    with pytest.raises(openai.RateLimitError, match="retry after 60 s, and until 95 s have passed"):
+    with pytest.raises(openai.RateLimitError, match="retry after 60 s, and again until 95 s have passed"):
         client.completions.create(model="m", prompt="x")
     monkeypatch.setattr("openai._base_client.time", SimpleNamespace(**vars(time) | {"sleep": sleep}))
     assert client.with_options(max_retries=2).completions.create(model="m", prompt="x").choices

@@ -69,7 +69,7 @@ def make_refusal_error(refusal: Refusal, longest: float = math.inf) -> ApiError:
         return ApiError(503, _UNAVAILABLE[refusal.reason], code=refusal.reason, headers=headers)
     what = "too many connections" if refusal.reason == "connections" else "the queue is full"
     message = f"{what}: its limit of {refusal.reason} is reached; retry after {wait:.3g} s"
-    message += f", and until {seconds:.3g} s have passed" if wait < seconds else ""
+    message += f", and again until {seconds:.3g} s have passed" if wait < seconds else ""
     return ApiError(429, message, code=f"queue_{refusal.reason}", headers=headers)
 
 
