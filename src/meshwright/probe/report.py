@@ -208,7 +208,7 @@ def format_summary(found: Mapping[str, Any], path: str) -> str:
         worst = {what: max(range(len(by)), key=by.__getitem__) for what, by in found["ratios"].items()}
         ratios = [f"{what}: rank {at} at {found['ratios'][what][at]:.2f}" for what, at in worst.items()]
         rows.append(("slowest", f"{', '.join(ratios)} times the others (reported above {THRESHOLD:g})"))
-    lines = format_table(rows)
+    lines = format_table(rows, right=(False, False))
     lines += [f"warning: {SlowRank(**each).line}" for each in found["slow"]]
     if found["failed"]:
         lines.append(f"warning: {format_failure(found)}")
