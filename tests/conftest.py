@@ -37,12 +37,12 @@ hypothesis.settings.load_profile("untimed")
 gc.disable()
 
 # Nearly all ranks in tests compute a model, some compile it, and their cases are in modules that import pytest: the
-# fork server loads their imports once. It forks commands, too.
+# fork server loads their imports once. It forks commands, too. Process groups of a rank share a thread.
 local._SERVER_CODE = local._SERVER_CODE.replace(
     "; serve(",
     "; import meshwright.training.loop, meshwright.verification.ranks; "
     "import pytest, torch._inductor.compile_fx, torch._dynamo.backends.common, torch.utils.flop_counter; "
-    "from tests.forked_commands import install; install(); serve(",
+    "from tests import forked_commands, gloo_device; forked_commands.install(); gloo_device.install(); serve(",
 )
 
 REPOSITORY = Path(__file__).resolve().parent.parent
