@@ -232,13 +232,12 @@ def compute_on_rank(recipe: Recipe, layout: str) -> None:
     ],
 )
 def test_cache_of_a_layout_is_that_of_one_device(two: LocalRanks, home: Path, layout: str, experts: bool, exact: bool):
-    given: dict[str, Any] = CACHED
     if experts:
         config = dataclasses.replace(small("mixtral-8x7b-v0.1"), vocabulary=257, max_positions=64, experts=4)
         write_base(home / "mixture", config, torch.float32)
-        given |= {"teacher": str(home / "mixture")}
+        given = CACHED | {"teacher": str(home / "mixture")}
     else:  # the head's last slice is short, and has padding
-        given |= {"teacher": str(make_padded_teacher(home, 320))}
+        given = CACHED | {"teacher": str(make_padded_teacher(home, 320))}
     (home / "short.py").write_text((home / "text.py").read_text()[:18_000])
     made = changes(home, given)
     data = made["data"] | {"source": str(home / "short.py"), "sequence": 64}  # several micro-batches in a file
