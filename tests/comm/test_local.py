@@ -42,6 +42,17 @@ def hang_on_one() -> None:
         time.sleep(60)
 
 
+def count_gloo_threads() -> tuple[int, int]:
+    """Return the numbers of process groups and of gloo's device threads in this process."""
+    mesh = Mesh.create(Layout.parse("dp2 zero3"))
+    groups = [mesh.world.group, *(dist.new_group([0, 1]) for _ in range(3))]
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    for group in groups[1:]:
+        dist.destroy_process_group(group)
+    mesh.close()
+    return len(groups), names.count("gloo_tcp_loop")
+
+
 def stay_away() -> None:
     mesh = Mesh.create(Layout(dp=2), timeout_seconds=60.0)
     collectives.all_reduce(torch.zeros(3), mesh.data, "test.first")
@@ -140,3 +151,7 @@ def test_long_temporary_directory_leaves_room_for_sockets(tmp_path: Path, monkey
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     with LocalRanks(1) as ranks:
         assert ranks.run("os:getpid") != [os.getpid()]
+
+
+def test_process_groups_of_a_test_rank_share_one_gloo_thread(two: LocalRanks):
+    assert two.run(count_gloo_threads) == [(4, 1)] * 2
