@@ -110,6 +110,7 @@ def test_the_canonical_print_orders_parts_and_drops_defaults(written: str, print
         ("dp2 fsdp", "zero3"),
         ("fsdp8", "dp8 zero3"),
         ("DP4", "dp4"),
+        ("DP8", "dp8"),
         ("bf15", "bf16"),
         ("offlod:cpu", "offload:"),
         ("ac:ful", "full"),
@@ -141,6 +142,7 @@ def test_unknown_part_error_lists_what_runs():
         ("ep2:etp99999999999", "etp must be at most 1,048,576"),
         ("zero99999999999", "zero takes 0, 1, 2 or 3"),
         ("dp1025 tp1024", "dp x tp x cp x pp = 1,049,600 ranks: at most 1,048,576"),
+        ("dp2,zero3", "dp takes a whole number, as in dp2; parts are separated by spaces"),
         ("dp２", "takes a whole number"),  # a full-width digit
         ("zero4", "zero takes 0, 1, 2 or 3"),
         ("dp2 dp2", "set twice"),

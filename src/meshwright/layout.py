@@ -355,7 +355,8 @@ def _parse_part(part: str) -> dict[str, object]:
     if name not in _FIELD_BY_PART:
         raise UserError(_describe_unknown_part(part, name, number))
     if not re.fullmatch(r"[0-9]+", number):
-        raise UserError(f"{part}: {name} takes a whole number, as in {_EXAMPLES[name]}")
+        spaces = "; parts are separated by spaces" if re.search(r"[,;/|+]", number) else ""
+        raise UserError(f"{part}: {name} takes a whole number, as in {_EXAMPLES[name]}{spaces}")
     return {_FIELD_BY_PART[name]: _parse_count(part, name, number), **_parse_options(part, name, options)}
 
 
@@ -390,11 +391,10 @@ def _parse_options(part: str, name: str, options: str | None) -> dict[str, objec
 
 def _describe_unknown_part(part: str, name: str, number: str) -> str:
     """Return the error text for the unknown layout part `part`. name, number: letters and digits of the part."""
-    parts = [*(f"{word}{number}" for word in _FIELD_BY_PART), *(f"{word}:" for word in _FIELD_BY_WORD)]
-    close = {"fsdp": f"dp{number} zero3" if number else "zero3", "ddp": f"dp{number}"}.get(name.lower())
-    close = close or nearest(part, PRECISIONS) or nearest(part, parts)
-    if close is None and (word := nearest(name, [*_FIELD_BY_PART, *_FIELD_BY_WORD])):
-        close = f"{word}{number}"
+    parts = {word: f"{word}{number}" for word in _FIELD_BY_PART} | {word: f"{word}:" for word in _FIELD_BY_WORD}
+    aliases = parts | {"fsdp": f"dp{number} zero3" if number else "zero3", "ddp": f"dp{number}"}
+    close = aliases.get(name.lower()) or nearest(part, PRECISIONS) or nearest(part, parts.values())
+    close = close or parts.get(nearest(name, parts) or "")
     known = ", ".join([*(f"{word}N" for word in _FIELD_BY_PART), "ac:", *PRECISIONS[:-1]]) + "; fp8 in plans alone"
     suggestion = f'; did you mean "{close}"?' if close else ""
     return f'unknown part "{part}"{suggestion} (known: {known})'
