@@ -6,7 +6,7 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,6 +54,28 @@ LONGEST_FILES = (REPOSITORY / "tests" / "longest_files.txt").read_text().split()
 def exhaustive(*values: object) -> list[Any]:
     """Values of a parameter (a plain tuple: of several parameters) that run with --exhaustive only."""
     return [pytest.param(*(v if type(v) is tuple else (v,)), marks=pytest.mark.exhaustive) for v in values]
+
+
+def covering(cases: Iterable[Any], list_features: Callable[..., set[Any]]) -> list[Any]:
+    """Values of a parameter, in order: those of a greedy set cover run always, the others with --exhaustive only. The
+    cover has every feature of any case; its next case is the one with the most features that it lacks. Features that
+    interact belong in pairs. cases: values, tuples of several or `pytest.param`. list_features: returns the features
+    of a case, given its values as arguments."""
+    marked = type(pytest.param())
+    every = [
+        each if type(each) is marked else pytest.param(*(each if type(each) is tuple else (each,))) for each in cases
+    ]
+    features = [list_features(*case.values) for case in every]
+    chosen, lacking = set[int](), set().union(*features)
+    while lacking:
+        best = max(range(len(every)), key=lambda index: len(features[index] & lacking))
+        chosen.add(best)
+        lacking -= features[best]
+    rest = pytest.mark.exhaustive
+    return [
+        case if index in chosen else pytest.param(*case.values, marks=[*case.marks, rest], id=case.id)
+        for index, case in enumerate(every)
+    ]
 
 
 def pytest_collection_finish() -> None:

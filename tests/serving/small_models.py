@@ -47,6 +47,31 @@ def small_config(name: str, **changes: Any) -> ModelConfig:
     return dataclasses.replace(config, **changes)
 
 
+def list_features(name: str) -> set[tuple[object, ...]]:
+    """Return the features of a family's model, on which alone the server's code depends: each field of the
+    configuration but the family's name, with its value, or, of numbers, if it differs from the default."""
+
+    def list_fields(config: Any, *names: str) -> set[tuple[object, ...]]:
+        found = set[tuple[object, ...]]()
+        for field in dataclasses.fields(config):
+            value = getattr(config, field.name)
+            if dataclasses.is_dataclass(value):
+                found |= list_fields(value, *names, field.name)
+            found.add((*names, field.name, value if isinstance(value, bool | str) else value not in (field.default, 0)))
+        return found
+
+    return {feature for feature in list_fields(small_config(name)) if feature[0] != "family"}
+
+
+def list_layout_features(name: str, layout: str) -> set[tuple[object, ...]]:
+    """Return the features of a case on several ranks: tp and ep split what a family's features add, so these count in
+    pairs; stages and replicas run the layers of one device."""
+    features = list_features(name)
+    words = layout.split()
+    alone = {(word,) for word in words} | features
+    return alone | {(word, *each) for word in words for each in features if word.startswith(("tp", "ep"))}
+
+
 def write_model(directory: Path, config: ModelConfig) -> Path:
     """Random weights, large enough that answers differ and depend on the prompt; a tokenizer of bytes."""
     model = Transformer(config)
