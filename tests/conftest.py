@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -15,6 +16,7 @@ import hypothesis
 import pytest
 
 from meshwright.comm import local
+from meshwright.layout import Layout
 
 # Models here are so small that threads wait for each other longer than they compute. Torch reads this when it is
 # loaded, here and in the processes that tests start.
@@ -76,6 +78,15 @@ def covering(cases: Iterable[Any], list_features: Callable[..., set[Any]]) -> li
         case if index in chosen else pytest.param(*case.values, marks=[*case.marks, rest], id=case.id)
         for index, case in enumerate(every)
     ]
+
+
+def list_axes(*values: object) -> set[Any]:
+    """Return the features of a case whose last value is a layout: its axes with their variants but without sizes, its
+    ZeRO stage (also none), activation checkpointing and precision; and the other values."""
+    *others, text = values
+    layout = Layout.parse(str(text))
+    names = {re.sub(r"\b([dtce]?t?pp?|mb|hs)\d+", r"\1", word) for word in str(text).split()}
+    return {*others, *names, *([f"zero{layout.zero}"] if layout.dp * layout.cp > 1 else [])}
 
 
 def pytest_collection_finish() -> None:
