@@ -64,12 +64,13 @@ def list_features(name: str) -> set[tuple[object, ...]]:
 
 
 def list_layout_features(name: str, layout: str) -> set[tuple[object, ...]]:
-    """Return the features of a case on several ranks: tp and ep split what a family's features add, so these count in
-    pairs; stages and replicas run the layers of one device."""
+    """Return the features of a case on several ranks: tp, pp and ep split what a family's features add, so these count
+    in pairs; replicas do not."""
     features = list_features(name)
     words = layout.split()
     alone = {(word,) for word in words} | features
-    return alone | {(word, *each) for word in words for each in features if word.startswith(("tp", "ep"))}
+    splits = {word[:2] for word in words} - {"dp"}
+    return alone | {(split, *feature) for split in splits for feature in features}
 
 
 def write_model(directory: Path, config: ModelConfig) -> Path:

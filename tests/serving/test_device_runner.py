@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -336,8 +337,13 @@ def test_unsupported_configurations_on_gpu_are_refused(
         build_runner(RankPlan(str(directory), "dp1", SIZES), mesh)
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("name", covering(SHAPES, list_features))
+@pytest.mark.parametrize(
+    ("name", "batch_invariant"),
+    covering(
+        product(SHAPES, (False, True)),
+        lambda name, invariant: {*list_features(name), (invariant, bool(preset(name).experts))},
+    ),
+)
 def test_step_on_cuda_tensors_has_no_host_synchronisation(name: str, batch_invariant: bool):
     """A tensor without memory has no values: reading one raises an error. Experts are whole or on two ranks."""
     config, device = small_config(name, **({"experts": 4} if preset(name).experts else {})), torch.device("cuda", 0)
