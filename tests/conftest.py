@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib
 import os
@@ -87,6 +88,20 @@ def list_axes(*values: object) -> set[Any]:
     layout = Layout.parse(str(text))
     names = {re.sub(r"\b([dtce]?t?pp?|mb|hs)\d+", r"\1", word) for word in str(text).split()}
     return {*others, *names, *([f"zero{layout.zero}"] if layout.dp * layout.cp > 1 else [])}
+
+
+def list_config_features(config: Any, *names: str) -> set[tuple[object, ...]]:
+    """Return the features of a model's configuration: each field but the family's name, with its value, or, of
+    numbers, if it differs from the default. names: names of the fields that lead to `config`, before its own."""
+    found = set[tuple[object, ...]]()
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            found |= list_config_features(value, *names, field.name)
+        if field.name != "family":
+            shown = value if isinstance(value, bool | str) else value not in (field.default, 0)
+            found.add((*names, field.name, shown))
+    return found
 
 
 def pytest_collection_finish() -> None:

@@ -18,6 +18,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.spec.rope_scaling import RopeScaling
+from tests.conftest import list_config_features
 
 NEEDS_COMPILER = pytest.mark.skipif(load_kernels() is None, reason="no compiler for the kernels")
 FAMILIES = (
@@ -48,19 +49,8 @@ def small_config(name: str, **changes: Any) -> ModelConfig:
 
 
 def list_features(name: str) -> set[tuple[object, ...]]:
-    """Return the features of a family's model, on which alone the server's code depends: each field of the
-    configuration but the family's name, with its value, or, of numbers, if it differs from the default."""
-
-    def list_fields(config: Any, *names: str) -> set[tuple[object, ...]]:
-        found = set[tuple[object, ...]]()
-        for field in dataclasses.fields(config):
-            value = getattr(config, field.name)
-            if dataclasses.is_dataclass(value):
-                found |= list_fields(value, *names, field.name)
-            found.add((*names, field.name, value if isinstance(value, bool | str) else value not in (field.default, 0)))
-        return found
-
-    return {feature for feature in list_fields(small_config(name)) if feature[0] != "family"}
+    """Return the features of a family's model, on which alone the server's code depends."""
+    return list_config_features(small_config(name))
 
 
 def list_layout_features(name: str, layout: str) -> set[tuple[object, ...]]:

@@ -81,7 +81,6 @@ LAYOUTS = {
     2: [
         ("llama, tied, every bias, yarn", "tp2 mb2"),
         ("qwen3, one key-value head", "tp2:nosp ac:full"),
-        ("gpt2", "tp2 mb2"),
         ("gpt2", "cp2 mb2"),
         ("llama, long sequences", "cp2 mb2"),
         ("mistral, window, long sequences", "cp2 zero2 mb2"),
@@ -188,7 +187,8 @@ def test_single_device_step_matches_transformers_and_torch(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "name", "layout"), [(ranks, *case) for ranks, cases in LAYOUTS.items() for case in cases]
+    ("ranks", "name", "layout"),
+    [(ranks, *case) for ranks, cases in LAYOUTS.items() for case in cases] + exhaustive((2, "gpt2", "tp2 mb2")),
 )
 def test_layout_step_matches_transformers_and_torch(
     ranks: int,
