@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib
 import os
+import re
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +17,7 @@ import hypothesis
 import pytest
 
 from meshwright.comm import local
+from meshwright.layout import Layout
 
 # Models here are so small that threads wait for each other longer than they compute. Torch reads this when it is
 # loaded, here and in the processes that tests start.
@@ -54,6 +57,51 @@ LONGEST_FILES = (REPOSITORY / "tests" / "longest_files.txt").read_text().split()
 def exhaustive(*values: object) -> list[Any]:
     """Values of a parameter (a plain tuple: of several parameters) that run with --exhaustive only."""
     return [pytest.param(*(v if type(v) is tuple else (v,)), marks=pytest.mark.exhaustive) for v in values]
+
+
+def covering(cases: Iterable[Any], list_features: Callable[..., set[Any]]) -> list[Any]:
+    """Values of a parameter, in order: those of a greedy set cover run always, the others with --exhaustive only. The
+    cover has every feature of any case; its next case is the one with the most features that it lacks. Features that
+    interact belong in pairs. cases: values, tuples of several or `pytest.param`. list_features: returns the features
+    of a case, given its values as arguments."""
+    marked = type(pytest.param())
+    every = [
+        each if type(each) is marked else pytest.param(*(each if type(each) is tuple else (each,))) for each in cases
+    ]
+    features = [list_features(*case.values) for case in every]
+    chosen, lacking = set[int](), set().union(*features)
+    while lacking:
+        best = max(range(len(every)), key=lambda index: len(features[index] & lacking))
+        chosen.add(best)
+        lacking -= features[best]
+    rest = pytest.mark.exhaustive
+    return [
+        case if index in chosen else pytest.param(*case.values, marks=[*case.marks, rest], id=case.id)
+        for index, case in enumerate(every)
+    ]
+
+
+def list_axes(*values: object) -> set[Any]:
+    """Return the features of a case whose last value is a layout: its axes with their variants but without sizes, its
+    ZeRO stage (also none), activation checkpointing and precision; and the other values."""
+    *others, text = values
+    layout = Layout.parse(str(text))
+    names = {re.sub(r"\b([dtce]?t?pp?|mb|hs)\d+", r"\1", word) for word in str(text).split()}
+    return {*others, *names, *([f"zero{layout.zero}"] if layout.dp * layout.cp > 1 else [])}
+
+
+def list_config_features(config: Any, *names: str) -> set[tuple[object, ...]]:
+    """Return the features of a model's configuration: each field but the family's name, with its value, or, of
+    numbers, if it differs from the default. names: names of the fields that lead to `config`, before its own."""
+    found = set[tuple[object, ...]]()
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            found |= list_config_features(value, *names, field.name)
+        if field.name != "family":
+            shown = value if isinstance(value, bool | str) else value not in (field.default, 0)
+            found.add((*names, field.name, shown))
+    return found
 
 
 def pytest_collection_finish() -> None:

@@ -9,6 +9,7 @@ import platform
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -103,6 +104,7 @@ def has_bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     return False
 
 
+@cache
 def torch_version() -> str:
     """Return the version of the installed torch without importing it; "none" if missing."""
     from importlib import metadata  # takes longer to load than most plans to compute

@@ -34,10 +34,10 @@ COMPARE = "tests.model.expert_parallel_cases:compare"
 
 
 def pair(layouts: Sequence[str], more: Sequence[str] = ()) -> list[Any]:
-    """Return each layout with two models, other ones than the layout before it, and exhaustively with all. `more`:
+    """Return each layout with one model, another one than the layout before it, and exhaustively with all. `more`:
     layouts that are exhaustive with every model."""
     names = [*CONFIGS]
-    chosen = [(names[(at + further) % len(names)], layout) for at, layout in enumerate(layouts) for further in (0, 2)]
+    chosen = [(names[at % len(names)], layout) for at, layout in enumerate(layouts)]
     every = [(name, layout) for layout in (*layouts, *more) for name in names]
     return [*chosen, *exhaustive(*(each for each in every if each not in chosen))]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.verification.problem import Problem, scale_down_config
 from tests.batches import make_batch, share_of
-from tests.conftest import exhaustive
+from tests.conftest import covering, list_axes
 
 LLAMA, GPT2 = scale_down_config(preset("llama-3-8b")), scale_down_config(preset("gpt2"))
 TABLE = parameter_table(LLAMA)
@@ -220,13 +221,17 @@ def check(results: list, truth: dict[str, torch.Tensor], tolerance: float, copie
 
 
 @pytest.mark.parametrize(
-    ("layout", "copies"),
-    [
-        ("dp4 mb2", 4), ("dp4 zero1", 1), ("dp4 zero2 mb2", 1), ("dp4 zero3", 1), ("dp4 zero3 mb2 ac:full", 1),
-        ("dp4 zero3 ac:selective", 1), ("dp4 zero1 hs2", 2), ("dp4 zero2 hs2 mb2", 2), ("dp4 zero3 hs2 mb2", 2),
-        *exhaustive(("dp4", 4), ("dp4 zero1 mb2", 1), ("dp4 zero2", 1), ("dp4 zero3 mb2", 1)),
-    ],
-)  # fmt: skip
+    ("copies", "layout"),
+    covering(
+        [
+            *((4, layout) for layout in ("dp4", "dp4 mb2")),
+            *((1, f"dp4 zero{stage}{mb}") for stage in (1, 2, 3) for mb in ("", " mb2")),
+            *((1, layout) for layout in ("dp4 zero3 mb2 ac:full", "dp4 zero3 ac:selective")),
+            *((2, layout) for layout in ("dp4 zero1 hs2", "dp4 zero2 hs2 mb2", "dp4 zero3 hs2 mb2")),
+        ],
+        lambda copies, layout: {*combinations(sorted(list_axes(layout) - {"dp"}), 2)},
+    ),
+)
 def test_every_stage_sums_the_gradient_of_the_whole_batch(ranks, truth, layout, copies):
     check(ranks.run(one_step, layout, torch.float64, torch.float64), truth, 1e-12, copies)
 

@@ -18,6 +18,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.spec.rope_scaling import RopeScaling
+from tests.conftest import list_config_features
 
 NEEDS_COMPILER = pytest.mark.skipif(load_kernels() is None, reason="no compiler for the kernels")
 FAMILIES = (
@@ -45,6 +46,21 @@ def small_config(name: str, **changes: Any) -> ModelConfig:
         changes.setdefault("tied", False)
     changes = {"layers": 3, "vocabulary": 257, "max_positions": 64, "bos_token": None, "eos_token": 256, **changes}
     return dataclasses.replace(config, **changes)
+
+
+def list_features(name: str) -> set[tuple[object, ...]]:
+    """Return the features of a family's model, on which alone the server's code depends."""
+    return list_config_features(small_config(name))
+
+
+def list_layout_features(name: str, layout: str) -> set[tuple[object, ...]]:
+    """Return the features of a case on several ranks: tp, pp and ep split what a family's features add, so these count
+    in pairs; replicas do not."""
+    features = list_features(name)
+    words = layout.split()
+    alone = {(word,) for word in words} | features
+    splits = {word[:2] for word in words} - {"dp"}
+    return alone | {(split, *feature) for split in splits for feature in features}
 
 
 def write_model(directory: Path, config: ModelConfig) -> Path:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -39,13 +40,16 @@ from meshwright.spec.block_tables import block_tables
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import preset
 from meshwright.spec.stages import whole_model
+from tests.conftest import covering
 from tests.serving import device_reference
 from tests.serving.pool_checks import check_scheduler
-from tests.serving.small_models import FAMILIES, small_config, write_model
+from tests.serving.small_models import FAMILIES, list_features, list_layout_features, small_config, write_model
 from tests.serving.step_batches import Chunk, make_batch
 
 SIZES = ServingSizes(64, 6, 64, blocks=48)
 PROMPTS = [[7, 9, 250, 3], [100], np.random.default_rng(0).integers(0, 256, 37).tolist(), [5, 6]]
+SOME = covering(FAMILIES, list_features)
+"""Other families use parts of the model that these use, too, and run with --exhaustive only."""
 SHAPES = ("llama-tiny", "mistral-tiny", "gpt2-tiny", "qwen3-moe-tiny", "deepseek-v3-tiny", "llama4-tiny")
 
 
@@ -85,7 +89,7 @@ def run_prompts(engine: Engine) -> list[list[int]]:
     return answers
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", SOME)
 def test_greedy_tokens_are_those_of_the_cpu_runner(name: str, directories: Callable[[str], Path]):
     expected = answer(build_runner(RankPlan(str(directories(name)), "dp1", SIZES), Mesh.single()), 64)
     runner = make_runner(directories(name), batch_invariant=name == "llama-tiny")
@@ -250,7 +254,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "name"), LAYOUTS)
+@pytest.mark.parametrize(("layout", "name"), covering(LAYOUTS, lambda layout, name: list_layout_features(name, layout)))
 def test_two_ranks_answer_like_one(layout: str, name: str, two: LocalRanks, directories: Callable[..., Path]):
     changes = {"experts": 4} if "ep" in layout else {}
     directory = directories(name, **changes)
@@ -307,7 +311,7 @@ def check_memory(memory: dict[str, int], rank: RankLedger) -> None:
     assert (memory["weights"], memory["workspace"]) == (rank.weights, rank.workspace)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", SOME)
 def test_predicted_memory_matches_allocation(name: str, directories: Callable[[str], Path]):
     memory, config = make_runner(directories(name)).memory(), small_config(name)
     check_memory(memory, serving_ledger(config, Layout(), SIZES, "cuda").stages[0])
@@ -333,8 +337,13 @@ def test_unsupported_configurations_on_gpu_are_refused(
         build_runner(RankPlan(str(directory), "dp1", SIZES), mesh)
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    ("name", "batch_invariant"),
+    covering(
+        product(SHAPES, (False, True)),
+        lambda name, invariant: {*list_features(name), (invariant, bool(preset(name).experts))},
+    ),
+)
 def test_step_on_cuda_tensors_has_no_host_synchronisation(name: str, batch_invariant: bool):
     """A tensor without memory has no values: reading one raises an error. Experts are whole or on two ranks."""
     config, device = small_config(name, **({"experts": 4} if preset(name).experts else {})), torch.device("cuda", 0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import tracemalloc
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,17 +31,30 @@ from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Request
 from meshwright.serving.sampling import Sampling, TokenResult
 from meshwright.spec.block_tables import block_tables, max_blocks_held
+from tests.conftest import covering
 from tests.serving.pool_checks import check_scheduler
-from tests.serving.small_models import FAMILIES, NEEDS_COMPILER, small_config, write_model
+from tests.serving.small_models import FAMILIES, NEEDS_COMPILER, list_features, small_config, write_model
 from tests.serving.step_batches import Chunk, make_batch, read_in_pieces
 
 SIZES = ServingSizes(64, 8, 64, blocks=128)
 PROMPTS = [[7, 9, 250, 3], [100], [int(token) for token in np.random.default_rng(0).integers(0, 256, 21)]]
 KINDS = ["torch", pytest.param("kernels", marks=NEEDS_COMPILER)]
+IN_TORCH = (
+    *((name, "float32") for name in ("mistral-tiny", "gpt2-tiny")),
+    *((name, "bfloat16") for name in ("qwen3-moe-tiny", "deepseek-v3-tiny", "gpt-oss-tiny", "llama4-tiny")),
+)
+SOME = covering(FAMILIES, list_features)
+"""Other families use parts of the model that these use, too, and run with --exhaustive only."""
+GREEDY = [
+    *covering([("torch", name) for name in FAMILIES], lambda build, name: list_features(name)),
+    *(pytest.param("kernels", name, marks=NEEDS_COMPILER) for name in FAMILIES),
+]
 INVARIANT = [
-    *(("torch", name, "float32") for name in ("mistral-tiny", "gpt2-tiny")),
-    *(("torch", name, "bfloat16") for name in ("qwen3-moe-tiny", "deepseek-v3-tiny", "gpt-oss-tiny", "llama4-tiny")),
-    *(pytest.param("kernels", name, dtype, marks=NEEDS_COMPILER) for name in FAMILIES for dtype in KERNEL_DTYPES),
+    *covering([("torch", *case) for case in IN_TORCH], lambda build, name, dtype: {dtype, *list_features(name)}),
+    *covering(
+        [pytest.param("kernels", *case, marks=NEEDS_COMPILER) for case in product(FAMILIES, KERNEL_DTYPES)],
+        lambda build, name, dtype: {(dtype, *feature) for feature in list_features(name)},
+    ),
 ]
 LOADED = [
     ("torch", "gpt2-tiny"),
@@ -99,7 +113,7 @@ def run_greedily(
     return answers
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("build", "name"), GREEDY, indirect=["build"])
 def test_greedy_tokens_match_transformers(name: str, build: Build, directories: Callable[[str], Path]):
     runner = build(directories(name))
     prompts, count = (PROMPTS[:2], 4) if runner.version.startswith("torch") else (PROMPTS, 8)  # torch is slow
@@ -157,7 +171,7 @@ def test_plain_torch_runs_where_the_plan_names_it(directories: Callable[[str], P
     assert runner.version.startswith("torch")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", SOME)
 def test_logits_match_training_forward(name: str, build: Build, directories: Callable[[str], Path]):
     model, _ = load_huggingface(directories(name))
     tokens = np.random.default_rng(1).integers(0, 256, 25).tolist()

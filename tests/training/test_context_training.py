@@ -34,7 +34,13 @@ def run(ranks: LocalRanks | None, place: Path, layout: str, crash_after: int = 0
     return cases.run_without_error(ranks, place, layout, crash_after, **CHANGES | changes)
 
 
-@pytest.mark.parametrize("layout", ["cp4 mb2", "cp4:ulysses zero1", "dp2 cp2 zero3 ac:selective", "tp2 cp2 zero2"])
+CONTEXT = [
+    *("cp4 mb2", "dp2 cp2 zero3 ac:selective"),
+    *exhaustive("cp4:ulysses zero1", "tp2 cp2 zero2"),  # test_run_changes_layouts_and_reads_same_data has both kinds
+]
+
+
+@pytest.mark.parametrize("layout", CONTEXT)
 def test_context_parallel_steps_match_one_device(four, home, alone, layout):
     place = home / layout.replace(" ", "-").replace(":", "-")
     run(four, place, f"{layout} fp32")
@@ -56,11 +62,11 @@ def test_run_changes_layouts_and_reads_same_data(two, four, home, alone):
     assert len(cases.trace(place)) == 8
 
 
-def test_interrupted_run_resumes_bit_for_bit(four, home):
+def test_interrupted_run_with_tensor_parallelism_resumes_bit_for_bit(four, home):
     whole, broken = home / "whole", home / "broken"
-    expected = cases.whole_state(run(four, whole, "dp2 cp2 zero3 bf16"))
-    run(four, broken, "dp2 cp2 zero3 bf16", crash_after=3)
-    outcomes = run(four, broken, "dp2 cp2 zero3 bf16")
+    expected = cases.whole_state(run(four, whole, "tp2 cp2 zero3 bf16"))
+    run(four, broken, "tp2 cp2 zero3 bf16", crash_after=3)
+    outcomes = run(four, broken, "tp2 cp2 zero3 bf16")
     assert cases.trace(broken) == cases.trace(whole)
     assert cases.same(cases.whole_state(outcomes), expected)
 

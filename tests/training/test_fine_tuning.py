@@ -216,18 +216,26 @@ def test_fine_tuned_model_answers_held_out_questions(shared_data: Path, tmp_path
     assert right >= 5, right
 
 
-@pytest.mark.parametrize("layout", ["dp2 zero2", "tp2", "cp2", "pp2 mb2"])
-def test_packed_examples_train_equally_on_every_layout(chats: Path, tmp_path: Path, two, layout: str):
+@pytest.fixture(scope="module")
+def packed(chats: Path) -> dict[str, Any]:
+    """Changes of a recipe that trains on the chats; a run of one device with them is in `chats`/one."""
     data = {"source": str(chats / "chats.jsonl"), "tokenizer": str(chats), "records": "chat", "sequence": 96}
     changes: dict[str, Any] = {
         "data": {**data, "validation_fraction": 0.2, "cache": str(chats / "cache")},
         "train": {"steps": 3, "batch": 4, "learning_rate": 1e-3, "validate_every": 2, "validation_sequences": 3},
     }
-    cases.run_without_error(None, tmp_path / "one", "dp1 fp32", **changes)
-    cases.run_without_error(two, tmp_path / "two", f"{layout} fp32", **changes)
+    cases.run_without_error(None, chats / "one", "dp1 fp32", **changes)
+    return changes
+
+
+@pytest.mark.parametrize("layout", ["dp2 zero2", "tp2", "cp2", "pp2 mb2"])
+def test_packed_examples_train_equally_on_every_layout(
+    chats: Path, packed: dict[str, Any], tmp_path: Path, two, layout: str
+):
+    cases.run_without_error(two, tmp_path / "two", f"{layout} fp32", **packed)
     ours, theirs = (
-        [line[key] for line in cases.metrics(tmp_path / place) for key in ("loss", "validation_loss") if key in line]
-        for place in ("two", "one")
+        [line[key] for line in cases.metrics(place) for key in ("loss", "validation_loss") if key in line]
+        for place in (tmp_path / "two", chats / "one")
     )
     assert len(ours) == 3 + 2 and ours == pytest.approx(theirs, rel=1e-4)
 

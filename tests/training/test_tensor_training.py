@@ -41,8 +41,8 @@ def run(ranks: LocalRanks | None, place: Path, layout: str, crash_after: int = 0
 @pytest.mark.parametrize(
     "layout",
     [
-        *("dp2 zero3 tp2:nosp mb2", "dp2 zero2 tp2 ac:full"),
-        *exhaustive("tp4:nosp mb2 ac:selective", "tp4", "dp2 zero1 tp2"),
+        "dp2 zero3 tp2:nosp mb2",
+        *exhaustive("dp2 zero2 tp2 ac:full", "tp4:nosp mb2 ac:selective", "tp4", "dp2 zero1 tp2"),
     ],
 )
 def test_tensor_parallel_steps_match_one_device(four, home, alone, layout):
@@ -86,15 +86,6 @@ def test_tensor_parallel_checkpoint_loads_bitwise_on_every_layout(two, four, hom
     assert checkpoint is not None and verify_checkpoint(checkpoint) == []
 
 
-def test_interrupted_run_resumes_bit_for_bit(four, home):
-    whole, broken = home / "whole", home / "broken"
-    expected = cases.whole_state(run(four, whole, "dp2 zero3 tp2 bf16"))
-    run(four, broken, "dp2 zero3 tp2 bf16", crash_after=3)
-    outcomes = run(four, broken, "dp2 zero3 tp2 bf16")
-    assert cases.trace(broken) == cases.trace(whole)
-    assert cases.same(cases.whole_state(outcomes), expected)
-
-
 def test_transformers_loads_tensor_parallel_checkpoint_with_equal_validation_loss(two, home):
     from transformers import AutoModelForCausalLM
 
@@ -126,6 +117,7 @@ def test_bf16_keeps_replicated_parameters_equal_on_all_ranks(four, home):
     )
 
 
+@pytest.mark.exhaustive  # tests/model/test_tensor_parallel.py compares compiled blocks with eager ones of one device
 @cases.traced_and_generated
 def test_compiled_model_steps_match_eager_steps(two, home, fault):
     model = {"family": "llama", "layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 64}

@@ -31,8 +31,8 @@ def make_recipe(directory: Path, **changes: Any) -> Recipe:
     (directory / "text.txt").write_text(TEXT)
     recipe = load_recipe_text(TINY_RECIPE + "validate_every = 1\n", "tiny.toml")
     values = {
-        "data.source": str(directory / "text.txt"), "data.cache": str(directory / "cache"), "train.steps": 60,
-        "checkpoint.every": 10, "run.directory": str(directory / "runs/tiny"), "tune.trials": 1,
+        "data.source": str(directory / "text.txt"), "data.cache": str(directory / "cache"), "train.steps": 40,
+        "checkpoint.every": 8, "run.directory": str(directory / "runs/tiny"), "tune.trials": 1,
         "tune.space": {"train.learning_rate": {"log": [1e-3, 1e-1]}},
     }  # fmt: skip
     return resolve_recipe(recipe, values | changes)
@@ -65,7 +65,7 @@ def test_study_with_killed_worker_continues_its_trial_and_equals_plain_training(
         while Path(f"/proc/{children[0]}").exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        assert RunDirectory(trial).read_last_step() < 60, "the training process went on"  # SIGKILL: the kernel ends it
+        assert RunDirectory(trial).read_last_step() < 40, "the training process went on"  # SIGKILL: the kernel ends it
         return worker.returncode
 
     assert stop_after_checkpoint(signal.SIGTERM) == 143
@@ -154,11 +154,11 @@ def test_run_that_cannot_start_here_leaves_its_trial_to_others(tmp_path: Path):
     [
         ({"tune.space": {}}, "tune.space is missing"),
         ({"tune.space": {"train.warmup": {"uniform": [0, 80]}}},
-         r"tune.space: train.warmup = 80: train: warmup = 80 is more than steps = 60"),
+         r"tune.space: train.warmup = 80: train: warmup = 80 is more than steps = 40"),
         ({"tune.space": {"train.momentum": {"uniform": [0.0, 0.9]}}}, r'momentum belongs to optimizer "sgd"'),
         ({"tune.space": {"train.optimizer": {"choice": ["adamw", "adan"]}}}, r'unknown optimizer "adan"'),
         ({"data.source": "/nowhere"}, "/nowhere"),
-        ({"tune.steps": 59}, r"the budget is smaller than one trial \(60 steps or 7,680 tokens\)"),
+        ({"tune.steps": 39}, r"the budget is smaller than one trial \(40 steps or 5,120 tokens\)"),
         ({"tune.space": {"model.heads": {"choice": [4, 3]}}}, "model.heads = 3: .*hidden 16 must be a multiple"),
     ],
 )  # fmt: skip
