@@ -94,6 +94,20 @@ def test_adapter_from_a_run_starts_at_its_newest_checkpoint(base: Path, tmp_path
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(("base", "precision"), [("nf4", "fp32"), ("bf16", "bf16")])
+def test_first_loss_of_dora_is_that_of_the_base(tmp_path: Path, base: str, precision: str):
+    """The base as the run holds it, quantized or rounded: LoRA, whose B is zero, computes the same."""
+    write_base(
+        tmp_path / "base", dataclasses.replace(small(), hidden=64, heads=4, head_dim=16, intermediate=64), torch.float32
+    )
+    for kind in ("lora", "dora"):
+        adapter = {"kind": kind, "rank": 2, "base": base}
+        settings = {"train_steps": 1, "train_warmup": 0, "adapter": adapter}
+        cases.run_without_error(None, tmp_path / kind, f"dp1 {precision}", **changes(tmp_path / "base", **settings))
+    losses = [cases.metrics(tmp_path / kind)[0]["loss"] for kind in ("lora", "dora")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
 def test_missing_adapter_from_is_refused_unless_the_run_resumes(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

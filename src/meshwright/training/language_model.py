@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -210,11 +211,8 @@ class LanguageModelTask:
         """Return the mean loss (nats per target token or pair) and the metrics of the first
         `train.validation_sequences` sequences of the validation split. Collective."""
         count = min(self.recipe.train.validation_sequences, self.validation_tokens.sequences)
-        mesh, objective, padding_index = (
-            self.mesh,
-            self.objective,
-            self.validation_tokens.rows,
-        )  # padding without targets
+        mesh, objective = self.mesh, self.objective
+        padding_index = self.validation_tokens.rows  # padding without targets
         objective.begin(self, "validation", self.split_sequences(count, padding_index))
         sums = torch.zeros(2 + objective.metric_count, dtype=torch.float64, device=mesh.device)
         for group in self.split_sequences(count, padding_index):
@@ -286,14 +284,13 @@ class LanguageModelTask:
         base = dataclasses.replace(self.config, adapter=None, projections=())
         files = CheckpointFiles(directory)
         names = match_entries(files, parameter_table(base), base)
-        read_base = make_slice_reader(lambda entry: read_entry(files, entry, names))
+        read = partial(read_entry, files, names=names)
+        read_base = make_slice_reader(read)
         if self.recipe.adapter.from_path is not None:
             place = agree_on_adapter(self.recipe.adapter.from_path, self.mesh)
             adapter_value = read_peft_adapter(place, self.config, self.recipe.run.seed)
         else:
-            adapter_value = make_initial_values(
-                parameter_table(base), lambda entry: read_entry(files, entry, names), self.recipe.run.seed
-            )
+            adapter_value = make_initial_values(self.table, read, self.recipe.run.seed, self.parallel.parameter_dtype)
         read_adapter = make_slice_reader(adapter_value)
         self.parallel.load(lambda entry, *at: (read_base if entry.name in names else read_adapter)(entry, *at))
 
