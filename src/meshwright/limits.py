@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
+
+from meshwright.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,15 @@ def make_limit_error(name: str, value: Any, called: str | None = None) -> str | 
         return None
     subject = name if called is None else called
     return f"{subject} {shorten_repr(value)} is too large: at most {limit.most:,} ({limit.reason})"
+
+
+def check_count(name: str, value: Any, limit: str) -> None:
+    """Raise `UserError` if `value`, which the user knows as `name`, is not a whole number from 1 to the limit called
+    `limit` in `LIMITS`."""
+    if not isinstance(value, Integral) or value < 1:
+        raise UserError(f"{name} {value}: should be 1 or more")
+    if problem := make_limit_error(limit, int(value), name):
+        raise UserError(problem)
 
 
 def is_finite_number(value: object) -> bool:

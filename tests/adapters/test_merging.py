@@ -18,6 +18,7 @@ from meshwright.cli.main import main
 from meshwright.errors import UserError
 from meshwright.model.huggingface import load_huggingface
 from meshwright.quantization.formats import round_trip
+from meshwright.spec.config_json import config_from_path
 from tests.adapters.adapter_cases import adapted, batch, small, write_base
 
 
@@ -139,3 +140,9 @@ def test_adapter_config_that_cannot_be_used_is_refused(key: str, value: object, 
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     with pytest.raises(UserError, match=expected):
         merge_adapter(tmp_path / "adapter", tmp_path / "base", tmp_path / "out")
+
+
+def test_missing_base_of_an_adapter_is_named(tmp_path: Path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "runs/moved"}')
+    with pytest.raises(UserError, match=r"adapter_config.json: the base model runs/moved is not a directory here"):
+        config_from_path(tmp_path)

@@ -100,8 +100,9 @@ def test_seed_reproduces_the_text(command_line: Callable[..., Any], stories: Pat
         (("--device", "gpu"), '--device: unknown device "gpu"; did you mean "cpu"?'),
     ],
 )
-def test_mistake_is_one_line(command_line: Callable[..., Any], stories: Path, arguments: tuple[str, ...], word: str):
-    outcome = command_line("generate", stories, "--prompt", "x", *arguments)
+def test_mistake_is_one_line(command_line: Callable[..., Any], tmp_path: Path, arguments: tuple[str, ...], word: str):
+    """Options are checked before the model is looked for, so that no kernels are compiled for them."""
+    outcome = command_line("generate", tmp_path / "missing", "--prompt", "x", *arguments)
     assert outcome.code == 2
     assert outcome.output == ""
     assert outcome.errors.startswith("meshwright: error: ")

@@ -18,6 +18,7 @@ from meshwright.layout import Layout
 from meshwright.model.axis_operations import TensorOperations
 from meshwright.model.initialise import initial_value
 from meshwright.model.layers import Linear
+from meshwright.quantization.formats import round_trip
 from meshwright.quantization.packing import QuantizedFormat, QuantizedMatmul
 from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.adapter_entries import ADAPTER_PARTS, PEFT_PREFIX
@@ -146,22 +147,26 @@ def _list_rows(weight: ModelParameter, second: ModelParameter, layout: Layout) -
 
 
 def make_initial_values(
-    base: ParameterTable, read_base: Callable[[ParameterEntry], torch.Tensor], seed: int
+    table: ParameterTable, read_base: Callable[[ParameterEntry], torch.Tensor], seed: int, dtype: torch.dtype
 ) -> Callable[[ParameterEntry], torch.Tensor]:
     """Return a function (adapter's parameter entry) -> its initial value. A is random and B is zero; DoRA's magnitudes
-    are the norms of the base weight's rows. The adapted model then computes what the base model computes.
+    are the norms of the base weight's rows, as the run holds them: quantized and in its dtype. The adapted model then
+    computes what the base model of the run computes.
 
-    base: parameter table of the base model. read_base: function (entry of this table) -> its value, in the shape that
-    the checkpoint stores. seed: seed of the random values."""
+    table: parameter table of the model with its adapter. read_base: function (entry of the base model) -> its value, in
+    the shape that the checkpoint stores. seed: seed of the random values. dtype: of the run's parameters."""
 
     def value_of(entry: ParameterEntry) -> torch.Tensor:
         """Return the initial value of a parameter entry of the adapter (one of its checkpoint tensors), in its shape on
         disk."""
         if not entry.name.endswith(_MAGNITUDE):
             return initial_value(entry, seed)
-        weight = base.entry(f"{entry.name.removeprefix(PEFT_PREFIX).removesuffix(_MAGNITUDE)}.weight")
-        value = read_base(weight).double()
-        return torch.linalg.vector_norm(value, dim=0 if weight.transposed else 1)
+        weight = table.entry(f"{entry.name.removeprefix(PEFT_PREFIX).removesuffix(_MAGNITUDE)}.weight")
+        value = read_base(weight)
+        rows = value.T.contiguous() if weight.transposed else value
+        if weight.packed is not None:
+            rows = round_trip(weight.packed, rows)
+        return torch.linalg.vector_norm(rows.to(dtype).double(), dim=1)
 
     return value_of
 

@@ -22,7 +22,13 @@ from meshwright.model.huggingface import match_entries, read_entry
 from meshwright.quantization.formats import round_trip
 from meshwright.spec.adapter_config import RECORD_BYTES, AdapterConfig
 from meshwright.spec.adapter_entries import ADAPTER_PARTS, PEFT_PREFIX, find_adaptable_entries
-from meshwright.spec.adapter_json import ADAPTER_CONFIG, ADAPTER_FILE, adapter_to_peft, find_base_directory
+from meshwright.spec.adapter_json import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    adapter_to_peft,
+    find_base_directory,
+    make_missing_base_error,
+)
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_path
 from meshwright.spec.parameter_entries import ParameterEntry
@@ -98,10 +104,7 @@ def find_base(directory: Path) -> Path:
     _, settings = open_adapter(directory)
     base = Path(settings.base)
     if not settings.base or not base.is_dir():
-        raise UserError(
-            f"{directory / ADAPTER_CONFIG}: the base model {settings.base or '(none named)'} is not a directory here; "
-            "name it by --base, or in base_model_name_or_path"
-        )
+        raise make_missing_base_error(directory, settings.base)
     return base
 
 

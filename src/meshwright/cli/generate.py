@@ -9,6 +9,7 @@ import click
 from meshwright.cli import plumbing
 from meshwright.cli.plumbing import device_option, json_option, reading_layout_option, result_printer
 from meshwright.errors import UserError
+from meshwright.limits import check_count
 from meshwright.terminal import escape_on_terminal, print_message
 
 
@@ -48,7 +49,8 @@ def command(
     from meshwright.serving.sampling import Sampling
 
     with result_printer(as_json) as answer:
-        Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)  # checked before a model is loaded
+        check_count("max_tokens", max_tokens, "new_tokens")  # before a model is loaded and kernels are compiled
+        Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         if prompt == "-":
             prompt = _read_standard_input()
         model = load(checkpoint, layout, device=device, log=print_message)

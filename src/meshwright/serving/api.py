@@ -18,7 +18,7 @@ from meshwright.documents import to_json_dict
 from meshwright.errors import UserError
 from meshwright.launcher.device import choose_single_device, refuse_device_of_layout
 from meshwright.layout import Layout
-from meshwright.limits import make_limit_error
+from meshwright.limits import check_count
 from meshwright.names import check_options
 from meshwright.planner.serving.ledger import parse_dtype
 from meshwright.serving.choices import Choice, StopRule
@@ -269,11 +269,8 @@ class Model:
         chat, ignore_eos = (chosen.pop(name, False) for name in ("chat", "ignore_eos"))
         wanted, n = chosen.pop("max_tokens", 256), chosen.pop("n", 1)
         stop = StopRule.parse(chosen.pop("stop", ()))
-        for name, count, limit in (("max_tokens", wanted, "new_tokens"), ("n", n, "choices")):
-            if not isinstance(count, Integral) or count < 1:
-                raise UserError(f"{name} {count}: should be 1 or more")
-            if problem := make_limit_error(limit, int(count), name):
-                raise UserError(problem)
+        check_count("max_tokens", wanted, "new_tokens")
+        check_count("n", n, "choices")
         tokens = self._encode(prompt, chat)
         if len(tokens) >= self._positions:
             raise UserError(

@@ -69,11 +69,27 @@ def find_base_directory(directory: Path) -> Path | None:
     """Return the base model's directory that `adapter_config.json` in the PEFT directory `directory` names; None if the
     file or the base directory does not exist.
     """
+    base = _read_base_name(directory)
+    return Path(base) if base and Path(base).is_dir() else None
+
+
+def make_missing_base_error(directory: Path, base: str | None = None) -> UserError:
+    """Return the error for a PEFT directory whose base model is missing. directory: PEFT directory. base: name of the
+    base model; None: read from its `adapter_config.json`."""
+    base = _read_base_name(directory) if base is None else base
+    return UserError(
+        f"{directory / ADAPTER_CONFIG}: the base model {base or '(none named)'} is not a directory here (a relative "
+        "path starts at the current directory); name it in base_model_name_or_path, or by --base of meshwright adapter"
+    )
+
+
+def _read_base_name(directory: Path) -> str | None:
+    """Return the base model that `adapter_config.json` in the PEFT directory `directory` names; None without one."""
     try:
         base = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError):
         return None
-    return Path(base) if isinstance(base, str) and base and Path(base).is_dir() else None
+    return base if isinstance(base, str) else None
 
 
 def check_initial_adapter(directory: str | Path, config: ModelConfig) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from meshwright.errors import ModelWarning, UserError
 from meshwright.limits import shorten_repr
 from meshwright.names import list_other_steps
-from meshwright.spec.adapter_json import find_base_directory
+from meshwright.spec.adapter_json import ADAPTER_CONFIG, find_base_directory, make_missing_base_error
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_fields import check_fields
 from meshwright.spec.config_reader import Reader
@@ -80,13 +80,17 @@ def read_decoder_config(directory: Path) -> ModelConfig:
 
 def find_config_file(path: str | Path) -> Path:
     """Find the ``config.json`` of a model; return its path. `path`: a Hugging Face directory; a PEFT directory (the
-    file of its base model is returned); or a file, which is returned unchanged.
+    file of its base model is returned, and ``UserError`` raised without one); or a file, which is returned unchanged.
     """
     path = Path(path)
     if not path.is_dir():
         return path
-    base = find_base_directory(path) if not (path / "config.json").is_file() else None
-    return (base or path) / "config.json"
+    if (path / "config.json").is_file() or not (path / ADAPTER_CONFIG).is_file():
+        return path / "config.json"
+    base = find_base_directory(path)
+    if base is None:
+        raise make_missing_base_error(path)
+    return base / "config.json"
 
 
 def read_config(path: str | Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -49,7 +50,7 @@ from meshwright.training.objective import NextToken, Objective
 from meshwright.training.precision import PARAMETER_DTYPES, Arithmetic, set_matmul_precision
 from meshwright.training.preference import MISMATCHED, Preferences
 from meshwright.training.preference_loss import make_preference
-from meshwright.training.reference import frozen_slices
+from meshwright.training.reference import check_frozen_base, frozen_slices
 from meshwright.training.task import RunStart
 
 
@@ -108,6 +109,7 @@ class LanguageModelTask:
         self._batches = BatchPrefetcher(self._load_step, torch.device(mesh.device))
         self._run_passes: RunPasses = self._launch_passes
         self._fixed_documents: FixedDocuments | None = None
+        self._frozen_base: Mapping[str, str] = {}
         if graphs:
             self._run_passes, self._fixed_documents = graph_passes(self._launch_passes, self.passes, recipe, config)
 
@@ -202,19 +204,18 @@ class LanguageModelTask:
         )
 
     def prepare(self, start: RunStart) -> None:
-        """Compute or load the objective's inputs before the first step: the reference log-probabilities of preference
-        training; nothing for next-token training. start: run directory, resumed state and log. Collective."""
+        """Check that an adapter's frozen base has not changed since the run began; compute or load the objective's
+        inputs, such as reference log-probabilities. start: run directory, resumed state and log. Collective."""
+        if self.config.adapter is not None:
+            self._frozen_base = check_frozen_base(self.parallel, self.recipe, start)
         self.objective.prepare(self, start)
 
     def validate(self) -> Validation:
         """Return the mean loss (nats per target token or pair) and the metrics of the first
         `train.validation_sequences` sequences of the validation split. Collective."""
         count = min(self.recipe.train.validation_sequences, self.validation_tokens.sequences)
-        mesh, objective, padding_index = (
-            self.mesh,
-            self.objective,
-            self.validation_tokens.rows,
-        )  # padding without targets
+        mesh, objective = self.mesh, self.objective
+        padding_index = self.validation_tokens.rows  # padding without targets
         objective.begin(self, "validation", self.split_sequences(count, padding_index))
         sums = torch.zeros(2 + objective.metric_count, dtype=torch.float64, device=mesh.device)
         for group in self.split_sequences(count, padding_index):
@@ -273,7 +274,7 @@ class LanguageModelTask:
         model without its adapter. For a model without an adapter the context manager changes nothing."""
         return adapters_off(self.model)
 
-    def reference_slices(self) -> list[TensorSlice]:
+    def reference_slices(self) -> Iterable[TensorSlice]:
         """Return the weights of the reference model of preference training as slices of checkpoint tensors: the weights
         of the frozen base model if there is an adapter, else all weights. Over all ranks, each element is in exactly
         one slice."""
@@ -286,21 +287,20 @@ class LanguageModelTask:
         base = dataclasses.replace(self.config, adapter=None, projections=())
         files = CheckpointFiles(directory)
         names = match_entries(files, parameter_table(base), base)
-        read_base = make_slice_reader(lambda entry: read_entry(files, entry, names))
+        read = partial(read_entry, files, names=names)
+        read_base = make_slice_reader(read)
         if self.recipe.adapter.from_path is not None:
             place = agree_on_adapter(self.recipe.adapter.from_path, self.mesh)
             adapter_value = read_peft_adapter(place, self.config, self.recipe.run.seed)
         else:
-            adapter_value = make_initial_values(
-                parameter_table(base), lambda entry: read_entry(files, entry, names), self.recipe.run.seed
-            )
+            adapter_value = make_initial_values(self.table, read, self.recipe.run.seed, self.parallel.parameter_dtype)
         read_adapter = make_slice_reader(adapter_value)
         self.parallel.load(lambda entry, *at: (read_base if entry.name in names else read_adapter)(entry, *at))
 
     def state(self) -> dict[str, Any]:
-        """Return this task's entries of a checkpoint's `state.json`: checksums of the data and, for preference
-        training, of the reference log-probabilities. A run resumes only if these checksums are unchanged."""
-        return {"data_sha256": self.data.sha256, **self.objective.state()}
+        """Return this task's entries of a checkpoint's `state.json`: checksums of the data, of an adapter's frozen base
+        and, for preference training, of the reference log-probabilities. A run resumes only if they are unchanged."""
+        return {"data_sha256": self.data.sha256, **self._frozen_base, **self.objective.state()}
 
     @property
     def can_launch_ahead(self) -> bool:
