@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 import numpy as np
 
 from meshwright.planner.cost import blocks
-from meshwright.planner.cost.dimensions import Dimensions, element_types, layer_dimensions, list_properties
+from meshwright.planner.cost.dimensions import Dimensions, element_types, layer_dimensions
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, Number, at_least, at_most, layer_kind
 from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.cost.tables import parse_tensor, select_items
@@ -153,7 +153,7 @@ def _shared_by_layers(batch: MicroBatch, stage: Stage) -> Iterator[SavedTensor]:
         "bounds": 1 + batch.varlen_documents if batch.masked else 0,
         "ring_bounds": 1 + batch.ring_documents if batch.masked and batch.ring else 0,
     }
-    own_tiles = "capped" in list_properties(batch, layer_kind(config, 0))
+    own_tiles = "capped" in layer_dimensions(batch, 0).true
     # The host reads the bounds of attention in tiles; an encoder's mask is one for all layers.
     for window in sorted(windows) if not (own_tiles or config.encoder) else ():
         kind = windows[window]
