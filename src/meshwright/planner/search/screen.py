@@ -235,7 +235,7 @@ def _screen_pipeline(
         chosen = fits & sharding.fits if zero else fits
         if not chosen.any():
             continue
-        data = DataParallelism.of(zero, pipeline.ranks, engine, sharding.groups)
+        data = DataParallelism(engine.communicated_zero_stage(zero, pipeline.ranks), sharding.groups)
         if (key := data.per_micro_batch) not in makespans:
             makespans[key], _ = costs.of.makespan(pipeline.schedule, at_once, key)
         seconds = makespans[key] + costs.of.once_seconds(pipeline.schedule == "interleaved", at_once, data)
