@@ -12,9 +12,9 @@ from meshwright.comm.mesh import CommunicationState, Mesh
 from meshwright.layout import Layout
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.parallelize import build_axes
-from meshwright.planner.cost.dimensions import list_properties
+from meshwright.planner.cost.dimensions import layer_dimensions
 from meshwright.planner.cost.engines import ENGINES
-from meshwright.planner.cost.micro_batch import MicroBatch, layer_kind
+from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
@@ -35,9 +35,8 @@ def list_exposed(config: ModelConfig, layout: str, compiled: bool = False) -> li
 def list_priced_as_exposed(config: ModelConfig, layout: str, compiled: bool = False) -> list[str]:
     """Return the layers of a dense block whose products the planner prices as not overlapped, sorted by name."""
     engine = ENGINES["meshwright"].compiled() if compiled else ENGINES["meshwright"]
-    parsed = Layout.parse(layout)
-    batch = MicroBatch(config, parsed, 1, 64, parsed.tp, 1, 1, 1, engine=engine.overlapped("chunks", "cpu"))
-    properties = list_properties(batch, layer_kind(config, 0))
+    batch = MicroBatch.of(config, Layout.parse(layout), 1, 64, engine=engine.overlapped("chunks", "cpu"))
+    properties = layer_dimensions(batch, 0).true
     layers = ("attention.output", "attention.qkv", "mlp.down", "mlp.up")
     return [layer for layer in layers if f"chunked_{layer.split('.')[1]}" not in properties]
 

@@ -39,7 +39,7 @@ PROBLEM = Problem(CONFIG, cluster("2xh100-sxm"), SEQUENCE, 1)
 
 def forget_rows() -> None:
     """Empty the caches of the table and of what is computed from it."""
-    for cached in (tables.list_rows, tables._read_rows, tables._list_words, rank_memory._replay, predict_step):
+    for cached in (tables.list_rows, tables._read_row, tables._list_words, rank_memory._replay, predict_step):
         cached.cache_clear()
 
 
@@ -106,7 +106,7 @@ def test_trained_parameters_of_stages_are_those_of_the_parameter_table(name: str
 @pytest.mark.parametrize("name", ["llama-3-8b", "gemma-2-9b", "mixtral-8x7b-v0.1", "qwen1.5-moe-a2.7b"])
 def test_layouts_priced_together_equal_layouts_priced_alone(name: str) -> None:
     problem = Problem(preset(name), cluster("64xh100-sxm"), 4096, 64)
-    notations = ["dp1", "tp2", "tp4", "tp2:nosp ac:full", "cp2 tp2", "cp4:ulysses ac:selective", "cp2:ulysses"]
+    notations = ["dp1", "tp2", "tp4 ac:full", "tp2:nosp ac:full", "cp2 tp2", "cp4:ulysses ac:selective", "cp2:ulysses"]
     notations += ["dp8 ep4", "dp8 ep8", "dp8 ep4:etp2 tp2 ac:full"] if problem.config.experts else []
     layouts = [Layout.parse(each) for each in notations]
     candidates = [StageCandidate(layout, rows) for layout in layouts for rows in (1, 2)]

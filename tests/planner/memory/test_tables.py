@@ -19,7 +19,6 @@ from meshwright.planner.cost.dimensions import FORMULAS, Dimensions, find_proper
 from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.micro_batch import MicroBatch, layer_examples
 from meshwright.planner.cost.tables import (
-    CONDITIONS,
     compute_size,
     holds,
     parse_item,
@@ -61,9 +60,9 @@ def test_group_joins_conditions_of_its_items() -> None:
         assert select(["@outer ? c", "own"], set(true), groups) == found
 
 
-def test_table_keeps_what_exists_and_turns_conditions_into_truth() -> None:
-    row = {"if": "a", "size": "2 x ? b", "other": "3 x ? c", "repeat": "c", "list": ["one ? !a", "two"]}
-    assert select(row, {"a", "b"}, {}) == {"size": "2 x", "repeat": False, "list": ["two"]}
+def test_table_keeps_what_exists() -> None:
+    row = {"if": "a", "size": "2 x ? b", "other": "3 x ? c", "list": ["one ? !a", "two"]}
+    assert select(row, {"a", "b"}, {}) == {"size": "2 x", "list": ["two"]}
     assert select(row, {"b"}, {}) is None
 
 
@@ -210,7 +209,7 @@ def test_operators_name_dimensions_and_properties_that_exist() -> None:
         for key, value in row.items():
             for text in value if isinstance(value, list) else [value]:
                 text, _, condition = str(text).partition("?")
-                condition = text if key in ("if", *CONDITIONS) else condition
+                condition = text if key == "if" else condition
                 assert set(words.findall(condition)) <= properties, (row, condition)
                 if key in ("linear", "elements", "count", "flops", "bytes", "shape", "parameters", "back_bytes"):
                     assert set(words.findall(text)) <= sizes, (row, text)

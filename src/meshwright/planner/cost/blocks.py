@@ -122,8 +122,7 @@ def keeps_gradient(batch: MicroBatch, layers: int, at_once: bool) -> bool:
     """Return True if the forward of the last stage already computes the gradients of the head and saves them; False if
     the backward computes the logits again. layers: number of layers in the last stage; at_once: True if its backward
     directly follows its forward."""
-    found: bool = keeps_head_gradient(batch.all_tokens, batch.vocabulary, layers, batch.layout.recompute, at_once)
-    return found
+    return bool(keeps_head_gradient(batch.all_tokens, batch.vocabulary, layers, batch.layout.recompute, at_once))
 
 
 def layer_operations(batch: MicroBatch, layer: int) -> list[Operation]:
@@ -138,11 +137,9 @@ def list_kernels(operators: Iterable[Operator]) -> list[Operation]:
 
 
 def _recomputed_operations(batch: MicroBatch, layer: list[Operation], mixed: bool) -> Iterator[Operation]:
-    """Yield the forward kernels of a layer that activation checkpointing runs again in the backward. layer: all kernels
-    of the layer; mixed: True if the layer's MLP is a mixture of experts."""
-    kind, engine = batch.layout.recompute, batch.engine
-    if kind == "none":
-        return
+    """Yield the forward kernels of a layer that activation checkpointing runs again in the backward; for many layouts
+    `count` is 0 where it does not. layer: all kernels of the layer; mixed: True if its MLP is a mixture of experts."""
+    recompute, engine = batch.recompute, batch.engine
     last = _last_product(batch, mixed) if engine.stops_early else None
     # torchtitan's list of saved operations has no grouped product, so that of experts' up is repeated as a whole.
     every_second = {"attention.qkv": batch.kv_heads / (batch.heads + 2 * batch.kv_heads), "mlp.experts.up": 1.0}
@@ -159,9 +156,10 @@ def _recomputed_operations(batch: MicroBatch, layer: list[Operation], mixed: boo
             "up-projections": one.name.endswith(("norm", ".rotary", ".activation", "_up", "_up.cast")),
             "every second product": elementwise or (one.kind == "product" and every_second.get(one.name, 0.0)),
         }
-        share = 1.0 * shares["full" if kind == "full" else engine.selective]
+        share = (recompute == "full") * 1.0 * shares["full"] + (recompute == "selective") * shares[engine.selective]
         if np.any(share):
-            yield one._replace(phase="recompute", flops=share * one.flops, bytes=share * one.bytes)
+            count = one.count * (share > 0)
+            yield one._replace(phase="recompute", flops=share * one.flops, bytes=share * one.bytes, count=count)
 
 
 def _last_product(batch: MicroBatch, mixed: bool) -> str | None:

@@ -10,9 +10,9 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def cached_method(method: Method) -> Method:
-    """Decorate a method so that it computes each result once per object; a generator's items are kept as a list. The
-    positional arguments are the key, so they must be hashable. The results are freed with the object, unlike those of
-    `functools.cache`."""
+    """Decorate a method, or a function of an object, so that it computes each result once per object; a generator's
+    items are kept as a list. The other positional arguments are the key, so they must be hashable. The results are
+    freed with the object, unlike those of `functools.cache`."""
     name = f"_results_of_{method.__name__}"
 
     @wraps(method)

@@ -37,12 +37,10 @@ def find_distinct(values: Iterable[Value]) -> tuple[list[Value], Array]:
 def timed_calls(operators: Iterable[Operator]) -> Iterator[CollectiveCall]:
     """Yield the collective calls of operators that the time model includes. A call that activation checkpointing
     repeats is yielded twice, the second time with phase "recompute"."""
-    for operator in operators:
-        for one in operator.collectives:
-            if one.timed:
-                yield one
-                if one.again:
-                    yield one._replace(phase="recompute")
+    for one in (call for operator in operators for call in operator.collectives if call.timed):
+        yield one
+        if np.any(one.again):
+            yield one._replace(phase="recompute", count=one.count * one.again)
 
 
 class ZeroCall(NamedTuple):

@@ -31,12 +31,14 @@ class Dimensions(dict[str, Number]):
     def __init__(self, batch: MicroBatch, kind: LayerKind, more: Sizes = None, flags: Flags = None) -> None:
         super().__init__(more or {})
         self.batch, self.kind, key = batch, kind, ("dimensions", kind)
-        self.true = list_properties(batch, kind)
-        if flags:  # else the same set, whose hash is known
-            self.true = self.true.union(name for name, value in flags.items() if value)
         if key not in batch.operators:
             batch.operators[key] = Dimensions(batch, kind) if more or flags else self
         self._shared: Dimensions = batch.operators[key]  # without `more` and `flags`
+        alone = self._shared is self
+        found = find_properties(batch, kind) if alone else flags or {}
+        self.true: frozenset[str] = frozenset() if alone else self._shared.true
+        if found:  # else the same set, whose hash is known
+            self.true = self.true.union(name for name, value in found.items() if value)
 
     def __missing__(self, name: str) -> Number:
         """Compute the value of a dimension, or of a formula such as "2 tokens width". Raises `KeyError` for an unknown
@@ -138,16 +140,6 @@ FORMULAS: dict[str, Callable[[Dimensions], Number]] = {
     "labels": lambda sizes: len(sizes.batch.config.labels),
 }  # fmt: skip
 """{dimension: function that computes it from others}."""
-
-
-def list_properties(batch: MicroBatch, kind: LayerKind) -> frozenset[str]:
-    """Return the names of the properties that hold for a layer of one kind. A property is a yes-or-no fact that
-    conditions in the planner's tables test, such as "gated". Results are cached in `batch.operators`."""
-    key = "properties", kind
-    if key not in batch.operators:
-        batch.operators[key] = frozenset(name for name, value in find_properties(batch, kind).items() if value)
-    found: frozenset[str] = batch.operators[key]
-    return found
 
 
 def find_properties(batch: MicroBatch, kind: LayerKind) -> dict[str, bool]:

@@ -127,6 +127,12 @@ class Engine:
             return cut_into_stages(config, count, sequence)
         return cut_into_even_stages(config, count) if self.cuts == "even" else cut_past_shares(config, count)
 
+    def communicated_zero_stage(self, zero: int, ranks: int) -> int:
+        """Return the ZeRO stage by which the communication of a step is predicted. It is the layout's stage `zero`,
+        with one exception: 1 in place of 2 and 3 if there is a pipeline and the engine then gathers parameters and
+        reduces gradients only once a step (`holds_in_pipelines`). ranks: number of pipeline ranks."""
+        return 1 if zero >= 2 and ranks > 1 and self.holds_in_pipelines else zero
+
     def compiled(self) -> Engine:
         """Return a copy of this engine for blocks compiled by torch.compile."""
         # bf16 logits are read for the maxima, for the sums, and read and written for the gradient; a copy.

@@ -32,23 +32,23 @@ _PART = {part: number for number, part in enumerate(MICRO_BATCH_PARTS)}
 _PHASE = {"forward": 0, "recompute": 1, "input": 1, "weight": 2}
 
 
-def group_by_structure(config: ModelConfig, candidates: Sequence[StageCandidate]) -> Iterator[communication.Array]:
-    """Group candidate layouts whose costs can be computed together: the same axes are larger than 1, and recompute is
-    the same. Yield one array of indices into `candidates` for each group."""
-    found: dict[tuple[object, ...], list[int]] = {}
-    keys: dict[int, tuple[object, ...]] = {}  # candidates with different rows have the same layout object
-    for number, one in enumerate(candidates):
-        key = keys.get(id(one.layout)) or keys.setdefault(id(one.layout), structure(one.layout, config))
-        found.setdefault(key, []).append(number)
-    yield from map(np.array, found.values())
+def group_by_structure(
+    config: ModelConfig, candidates: Sequence[StageCandidate], recompute: bool = False
+) -> Iterator[communication.Array]:
+    """Group candidate layouts whose costs can be computed together: the same axes are larger than 1. Yield one array of
+    indices into `candidates` for each group. recompute: True to group layouts with the same recompute."""
+    layouts = {id(one.layout): one.layout for one in candidates}  # the same object in candidates with different rows
+    keys = {number: (recompute and each.recompute, *structure(each, config)) for number, each in layouts.items()}
+    distinct, which = communication.find_distinct(keys[id(one.layout)] for one in candidates)
+    yield from (np.flatnonzero(which == number) for number in range(len(distinct)))
 
 
 def micro_batch_of(problem: Problem, candidates: Sequence[StageCandidate], **options: Any) -> MicroBatch:
     """Return one `MicroBatch` for many candidate layouts at once, whose sizes are arrays [candidates], or for a single
-    one, whose sizes are numbers. The same axes must be larger than 1 in all layouts, and recompute must be the same.
+    one, whose sizes are numbers. The same axes must be larger than 1 in all layouts.
     options: further fields of `MicroBatch`."""
     layouts = [one.layout for one in candidates]
-    columns = {axis: [getattr(layout, axis) for layout in layouts] for axis in ("tp", "cp", "ep", "etp")}
+    columns = {axis: [getattr(layout, axis) for layout in layouts] for axis in ("tp", "cp", "ep", "etp", "recompute")}
     columns["rows"] = [one.rows for one in candidates]
     fields: dict[str, Any] = {
         **{name: np.array(each) if len(layouts) > 1 else each[0] for name, each in columns.items()},
@@ -112,7 +112,8 @@ class LayerTimes:
         distinct, self.mesh = communication.find_distinct(sizes)
         """Index into `meshes`: layouts with different sizes of tp, cp, ep, etp."""
         self.meshes = [layouts[sizes.index(each)] for each in distinct]
-        for which in group_by_structure(problem.config, self.candidates):
+        # Adapters' products overlap with collectives or not, depending on recompute.
+        for which in group_by_structure(problem.config, self.candidates, problem.config.adapter is not None):
             self._price(which)
         for each in (self.layer, self.first, self.last):
             each *= step_factors[:, None]
@@ -142,7 +143,7 @@ class LayerTimes:
 
     def _price(self, indices: communication.Array) -> None:
         """Compute and store the times of the candidates with the given indices. In all their layouts the same axes are
-        larger than 1, and recompute is the same."""
+        larger than 1."""
         batch = micro_batch_of(self.problem, [self.candidates[number] for number in indices])
         self.message[indices] = batch.stream_bytes
         numbers, mesh = np.unique(self.mesh[indices], return_inverse=True)
@@ -189,7 +190,8 @@ class _TimeModel(NamedTuple):
             found[_PHASE[one.phase], 0] += taken
             core = one.name.startswith(blocks.ATTENTION_CORE)
             # One launch for all rows and heads, and for all experts.
-            issued[_PHASE[one.phase]] += 1.0 if core or one.name.startswith("mlp.experts") else one.count
+            merged = core or one.name.startswith("mlp.experts")
+            issued[_PHASE[one.phase]] += np.minimum(1.0, one.count) if merged else one.count
             kind = "attention" if core else "weight" if one.phase == "weight" else one.kind
             for cover in (kind, *(["shared"] if one.name.startswith("mlp.shared") else [])):
                 covers[cover, one.phase] = covers[cover, one.phase] + taken

@@ -120,6 +120,7 @@ class MicroBatch:
         rows: Number of sequences.
         sequence: Tokens of a sequence.
         tp, cp, ep, etp: Sizes of the axes; integer arrays [layouts] for many layouts.
+        recompute: Activation checkpointing, such as "full"; an array of texts [layouts] for many layouts.
         dtype: Torch's type name of activations and parameters.
         engine: Training engine whose kernels compute.
         kernel: Attention kernel, such as "flash-2".
@@ -142,6 +143,7 @@ class MicroBatch:
     cp: Number
     ep: Number
     etp: Number
+    recompute: Any
     dtype: str = "bfloat16"
     engine: Engine = ENGINES["meshwright"]
     kernel: AttentionKernel = "flash-2"
@@ -167,13 +169,14 @@ class MicroBatch:
         starts = None if isinstance(packed, bool) else packed
         masked = any(len(row) > 1 for row in starts) if starts is not None else bool(packed)
         options |= {"masked": masked, "starts": starts if masked else None}
-        return cls(config, layout, rows, sequence, layout.tp, layout.cp, layout.ep, layout.etp, **options)
+        axes = layout.tp, layout.cp, layout.ep, layout.etp
+        return cls(config, layout, rows, sequence, *axes, layout.recompute, **options)
 
     @cached_property
     def recomputed(self) -> MicroBatch:
         """A micro-batch whose forward saves, without recompute, what the recomputed forward of this one saves."""
-        again = self.layout.recompute == "selective"
-        return replace(self, layout=self.layout.with_(recompute="none"), gathers_again=again)
+        layout, again = self.layout.with_(recompute="none"), self.layout.recompute == "selective"
+        return replace(self, layout=layout, recompute="none", gathers_again=again)
 
     @property
     def itemsize(self) -> int:
@@ -294,10 +297,10 @@ def at_most(value: Number, most: Number) -> Number:
 
 
 def structure(layout: Layout, config: ModelConfig) -> tuple[object, ...]:
-    """Return a key that is equal for layouts whose costs can be computed together as arrays. They agree in recompute,
-    in the set of axes larger than 1, and in whether query heads share key-value heads."""
+    """Return a key that is equal for layouts whose costs can be computed together as arrays. They agree in the set of
+    axes larger than 1, and in whether query heads share key-value heads."""
     batch = MicroBatch.of(config, layout, 1, layout.cp)
     return (
-        layout.recompute, layout.tp > 1, layout.tensor_sequence_parallel, layout.cp > 1 and layout.cp_method,
+        layout.tp > 1, layout.tensor_sequence_parallel, layout.cp > 1 and layout.cp_method,
         layout.ep > 1, layout.etp > 1, batch.grouped,
     )  # fmt: skip

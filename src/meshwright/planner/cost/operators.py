@@ -82,7 +82,7 @@ class CollectiveCall(NamedTuple):
         sites: (call site in `comm/`, bytes of the full vector) of each vector that one call carries.
         phase: "forward", "input" (input gradients), or "recompute" where `timed_calls` repeats the call.
         count: Number of calls.
-        again: True if activation checkpointing repeats the calls.
+        again: How often activation checkpointing repeats the calls: 0 or 1, an array for many layouts.
         overlaps: Computation that overlaps the calls: "attention" of the same layer; "weight": weight gradients;
             "product": the matrix product before or after the call, in slices; "shared": the shared expert, in the same
             phase. None: the calls are exposed.
@@ -95,7 +95,7 @@ class CollectiveCall(NamedTuple):
     sites: tuple[tuple[str, Number], ...]
     phase: Phase = "forward"
     count: Number = 1
-    again: bool = False
+    again: Number = 0
     overlaps: Literal["attention", "weight", "product", "shared"] | None = None
     timed: bool = True
 
@@ -192,8 +192,8 @@ class Operator:
             flops = math.prod(shape, start=2.0) if multiplies else sizes[row["flops"]]
             moved, count = sizes[row["bytes"]], sizes[row["count"]]
             found.append(Operation(row["name"], row["kind"], row["phase"], flops, moved, shape, count))
-        if self._row.get("repeat"):
-            found.append(found[0]._replace(phase="recompute"))
+        if "repeat" in self._row:
+            found.append(found[0]._replace(phase=self._row["repeat"]))
         return tuple(found)
 
     @cached_property
@@ -211,10 +211,11 @@ class Operator:
         """Collective calls of forward and backward; without the repetitions under activation checkpointing."""
         found, sizes = [], self._dimensions
         for row in self._row["calls"]:
+            again = sum(self._batch.recompute == mode for mode in row.get("again", ()))
             call = CollectiveCall(
                 row.get("part", PARTS[row["axis"]]), row["axis"], row["operation"],
                 tuple((name, sizes[size]) for name, size in row["sites"]), row.get("phase", "forward"),
-                sizes[row.get("count", "1")], row.get("again", False), row.get("overlaps"), row.get("timed", True),
+                sizes[row.get("count", "1")], again, row.get("overlaps"), row.get("timed", True),
             )  # fmt: skip
             found.append(call)
             if "back" in row:

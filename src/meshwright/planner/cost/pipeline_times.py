@@ -13,7 +13,6 @@ from meshwright.planner.cost.adapters import frozen_bytes_per_trained
 from meshwright.planner.cost.bubbles import BusiestRank, closed_makespan, find_busiest_rank, stages_by_rank
 from meshwright.planner.cost.cached import cached_method
 from meshwright.planner.cost.communication import ZERO_CALLS, Array, ProcessGroups, find_distinct
-from meshwright.planner.cost.engines import Engine
 from meshwright.planner.cost.layer_times import LayerTimes
 from meshwright.planner.cost.operators import Collective
 from meshwright.planner.problem import Problem
@@ -28,24 +27,12 @@ weight, gradient and two moments and writes all but the gradient (28), writes th
 reads the gradient, the scaling reads and writes it: 12); SGD has no moments, or one."""
 
 
-def communicated_zero_stage(zero: int, ranks: int, engine: Engine) -> int:
-    """Return the ZeRO stage by which the communication of a step is predicted. It is the layout's stage `zero`, with
-    one exception: 1 in place of 2 and 3 if there is a pipeline, for engines that then gather parameters and reduce
-    gradients only once a step. ranks: number of pipeline ranks."""
-    return 1 if zero >= 2 and ranks > 1 and engine.holds_in_pipelines else zero
-
-
 class DataParallelism(NamedTuple):
-    """Communication of data parallelism. zero: ZeRO stage by which it is predicted (`communicated_zero_stage`); groups:
-    process groups of the candidate layouts."""
+    """Communication of data parallelism. zero: ZeRO stage by which it is predicted (`Engine.communicated_zero_stage`);
+    groups: process groups of the candidate layouts."""
 
     zero: int
     groups: ProcessGroups
-
-    @classmethod
-    def of(cls, zero: int, ranks: int, engine: Engine, groups: ProcessGroups) -> DataParallelism:
-        """Return the communication under the ZeRO stage `zero` of a layout. ranks: number of pipeline ranks."""
-        return cls(communicated_zero_stage(zero, ranks, engine), groups)
 
     @property
     def per_micro_batch(self) -> DataParallelism | None:

@@ -103,7 +103,7 @@ class StepPredictor:
         )
         self.index = np.array([index])
         self.groups = ProcessGroups(self.layer_times.collectives, [layout])
-        self.data = DataParallelism.of(layout.zero, layout.pp, problem.engine, self.groups)
+        self.data = DataParallelism(problem.engine.communicated_zero_stage(layout.zero, layout.pp), self.groups)
         self.makespans = makespans or MakespanCache()
 
     def pipeline(self, program: PipelineProgram | None) -> PipelineTimes:

@@ -17,9 +17,6 @@ from meshwright.planner.cost.micro_batch import Number
 from meshwright.planner.cost.operators import Row, SavedTensor, in_eight_bits
 from meshwright.toml import read_packaged_toml
 
-CONDITIONS = ("again", "repeat")
-"""Keys whose values are conditions, and True or False once they are selected."""
-
 LINEAR = "linear_rows", "outputs", "inputs", "products"
 """Names of the sizes of a linear layer and of the number of equal ones, in the rows of its kernels."""
 KERNEL_SIZES = {"flops": "0.0", "bytes": "0", "elements": "0", "count": "1"}
@@ -51,11 +48,7 @@ def select(value: Any, true: Set[str], groups: Mapping[str, Any]) -> Any:
     if isinstance(value, Mapping):
         if not holds(value.get("if", ""), true):
             return None
-        row = {
-            key: holds(each, true) if key in CONDITIONS else select(each, true, groups)
-            for key, each in value.items()
-            if key != "if"
-        }
+        row = {key: select(each, true, groups) for key, each in value.items() if key != "if"}
         return {key: each for key, each in row.items() if each is not None}
     return value
 
@@ -145,22 +138,28 @@ def list_rows(section: str, true: frozenset[str], prefix: str, let: Let) -> list
     true: names of the properties that hold, such as "gated"; rows whose condition does not hold are left out. prefix:
     text put before operator names that begin with ".", such as "attention" before ".qkv". let: (dimension, replacement)
     pairs; a dimension is the name of a size, such as "width"."""
-    found = []
-    for row in _read_rows(section, true & _list_words(section), prefix, let):
+    found: list[Row] = []
+    for number, words in enumerate(_list_words()[section]):
+        row = _read_row(section, number, true & words, prefix, let)
+        if row is None:
+            continue
         used = "use" in row
         found += list_rows(row["use"], true.union(row.get("flags", ())), row["name"], row["let"]) if used else [row]
     return found
 
 
 @cache
-def _read_rows(section: str, true: frozenset[str], prefix: str, let: Let) -> list[Row]:
-    """Return the rows of one section of `operators.toml`, without the rows of other sections that it names. A row
-    describes one operator. Names have their prefix, sizes their replaced dimensions, and the row's tensors, collectives
-    and kernels are parsed.
+def _read_row(section: str, number: int, true: frozenset[str], prefix: str, let: Let) -> Row | None:
+    """Return row `number` of a section of `operators.toml`, or None if its condition does not hold. Names have their
+    prefix, sizes their replaced dimensions, and the row's tensors, collectives and kernels are parsed.
 
-    true: names of the properties that hold, such as "gated". prefix: text put before names that begin with ".". let:
-    (dimension, replacement) pairs; a dimension is the name of a size, such as "width"."""
-    table, found = read_packaged_toml("planner/cost/operators.toml"), []
+    true: names of the properties that hold, of those that the row tests. prefix: text put before names that begin with
+    ".". let: (dimension, replacement) pairs; a dimension is the name of a size, such as "width"."""
+    table = read_packaged_toml("planner/cost/operators.toml")
+    row = select(table[section][number], true, table["groups"])
+    if row is None:
+        return None
+    own, within = dict(let) | row.get("let", {}), true.union(row.get("flags", ()))
 
     def name(text: str) -> str:
         """Return a name in full."""
@@ -175,40 +174,45 @@ def _read_rows(section: str, true: frozenset[str], prefix: str, let: Let) -> lis
         """Return a size with replaced dimensions."""
         return re.sub(r"\w+", lambda word: own.get(word[0], word[0]), text) if own else text
 
-    for row in select(table[section], true, table["groups"]):
-        own, within = dict(let) | row.get("let", {}), true.union(row.get("flags", ()))
-        row |= {"name": name(row.get("name", "")), "let": tuple(own.items())}
-        row |= {key: tuple(map(tensor, row.get(key, ()))) for key in ("saved", "kept")}
-        called = name(row.get("called", [row["name"]])[0])
-        kernels = [row | {"name": "{}"}] if "work" in row else []
-        if "kernels" in row:
-            kernels += select(table["kernels"][row["kernels"]], within, {})
-        if "linear" in row:
-            own |= zip(LINEAR, [*(size(each.replace("*", " ")) for each in row["linear"].split()), "1"], strict=False)
-            within |= {"casts"} if in_eight_bits(called) else set()
-            kernels = select(table["kernels"]["linear"], within, {}) + kernels
-            row["parameters"] = select(row.get("parameters", ["@linear_parameters"]), within, table["groups"])
-        row["parameters"] = tuple(map(size, row.get("parameters", ())))
-        row["kernels"] = [
-            each
-            | {key: size(each.get(key, default)) for key, default in KERNEL_SIZES.items()}
-            | {"name": name(each.get("name", "{}").format(called)), "shape": list(map(size, each["shape"].split()))}
-            for each in ({"shape": ""} | kernel for kernel in kernels)
-        ]
-        row["calls"] = [
-            each | {"sites": [(at.format(name(site)), size(sent)) for at, sent in map(parse_item, each["sites"])]}
-            for kind, _, site in (text.partition(" ") for text in row.get("calls", ()))
-            for each in select(table["calls"][kind], within, {})
-        ]  # fmt: skip
-        found.append(row)
-    return found
+    row |= {"name": name(row.get("name", "")), "let": tuple(own.items())}
+    row |= {key: tuple(map(tensor, row.get(key, ()))) for key in ("saved", "kept")}
+    called = name(row.get("called", [row["name"]])[0])
+    kernels = [row | {"name": "{}"}] if "work" in row else []
+    if "kernels" in row:
+        kernels += select(table["kernels"][row["kernels"]], within, {})
+    if "linear" in row:
+        own |= zip(LINEAR, [*(size(each.replace("*", " ")) for each in row["linear"].split()), "1"], strict=False)
+        within |= {"casts"} if in_eight_bits(called) else set()
+        kernels = select(table["kernels"]["linear"], within, {}) + kernels
+        row["parameters"] = select(row.get("parameters", ["@linear_parameters"]), within, table["groups"])
+    row["parameters"] = tuple(map(size, row.get("parameters", ())))
+    row["kernels"] = [
+        each
+        | {key: size(each.get(key, default)) for key, default in KERNEL_SIZES.items()}
+        | {"name": name(each.get("name", "{}").format(called)), "shape": list(map(size, each["shape"].split()))}
+        for each in ({"shape": ""} | kernel for kernel in kernels)
+    ]
+    row["calls"] = [
+        each | {"sites": [(at.format(name(site)), size(sent)) for at, sent in map(parse_item, each["sites"])]}
+        for kind, _, site in (text.partition(" ") for text in row.get("calls", ()))
+        for each in select(table["calls"][kind], within, {})
+    ]  # fmt: skip
+    return dict(row)
 
 
 @cache
-def _list_words(section: str) -> frozenset[str]:
-    """Return all words in a section of `operators.toml` and in the groups, collectives and kernels to which it refers.
-    They include every property (such as "gated") that a condition of the section tests."""
+def _list_words() -> dict[str, list[frozenset[str]]]:
+    """Return {section of `operators.toml`: for each of its rows, all words in it and in the groups, collectives and
+    kernels to which it refers}. They include every property (such as "gated") that a condition of the row tests."""
     table = read_packaged_toml("planner/cost/operators.toml")
-    words = set(re.findall(r"\w+", str(table[section])))
-    others = [table[kind][name] for kind in ("groups", "calls", "kernels") for name in words & table[kind].keys()]
-    return frozenset(words.union(re.findall(r"\w+", str(others))))
+    named = [(name, _find_words(each)) for kind in ("groups", "calls", "kernels") for name, each in table[kind].items()]
+    return {
+        section: [words.union(*(each for name, each in named if name in words)) for words in map(_find_words, rows)]
+        for section, rows in table.items()
+        if isinstance(rows, list)
+    }
+
+
+def _find_words(value: object) -> frozenset[str]:
+    """Return all words in a value of a planner table."""
+    return frozenset(re.findall(r"\w+", str(value)))

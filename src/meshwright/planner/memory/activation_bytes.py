@@ -46,8 +46,8 @@ class ActivationBytes:
         layouts = [StageCandidate(layout, 1) for layout in distinct]
         rows = np.array([one.rows for one in candidates])
         one = np.zeros((2 * len(kinds) + 3, len(layouts)))
-        as_arrays = not (self.ours and problem.compile)
-        for group in group_by_structure(problem.config, layouts) if as_arrays else np.arange(len(layouts))[:, None]:
+        alone = self.ours and problem.compile
+        for group in np.arange(len(layouts))[:, None] if alone else group_by_structure(problem.config, layouts, True):
             one[:, group] = self._one_sequence([layouts[at] for at in group.tolist()])
         found = one[:, which] * rows
         self.layer, self.queued_layer = found[: len(kinds)], found[len(kinds) : -3]

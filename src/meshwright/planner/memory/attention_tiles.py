@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from meshwright.planner.cost.dimensions import Dimensions, count_flash_lines, list_properties
+from meshwright.planner.cost.dimensions import Dimensions, count_flash_lines
 from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Starts
 from meshwright.planner.cost.tables import holds
 from meshwright.planner.memory.snapshot import Allocation, activation, count_bytes
@@ -55,7 +55,7 @@ def attention_workspaces(batch: MicroBatch, kind: LayerKind) -> list[Allocation]
     kind: kind of the layer."""
     if batch.ring:
         return _ring_backward(batch, kind)
-    plain = holds("capped | !cuda & !encoder", list_properties(batch, kind))  # an encoder's kernel is PyTorch's own
+    plain = holds("capped | !cuda & !encoder", Dimensions(batch, kind).true)  # an encoder's kernel is PyTorch's own
     return tiled_backward(batch, kind) if plain else []
 
 

@@ -22,7 +22,7 @@ from meshwright.planner.cost.communication import count_parameters, group_of
 from meshwright.planner.cost.layer_times import micro_batch_of_layout
 from meshwright.planner.cost.micro_batch import LayerKind, layer_examples, layer_kinds
 from meshwright.planner.cost.operators import sum_parameters
-from meshwright.planner.cost.pipeline_times import communicated_zero_stage, place_stages
+from meshwright.planner.cost.pipeline_times import place_stages
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.memory.activation_bytes import state_bytes_per_parameter
 from meshwright.planner.memory.ledger import CUDA_CONTEXT_BYTES, MEMORY_PARTS, Ledger, StepReplay, replay_step
@@ -163,7 +163,7 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Alloc
         yield Allocation("activations", "a recomputed layer", bytes=round(again * x / 2))
     elif logits:
         yield Allocation("logits", "logits", bytes=round(logits))
-    whole, once = dense + experts, communicated_zero_stage(layout.zero, layout.pp, engine) < layout.zero
+    whole, once = dense + experts, engine.communicated_zero_stage(layout.zero, layout.pp) < layout.zero
     if once or (engine.holds_gradients and layout.zero > 1 and layout.micro_batches > 1):
         size = each.gradients * (1 if once else 1 - 1 / layout.group_size("shard"))
         yield Allocation("gradients", "unsharded gradients", bytes=round(whole * size))

@@ -14,7 +14,8 @@ from functools import cache, lru_cache
 import numpy as np
 
 from meshwright.planner.cost import blocks
-from meshwright.planner.cost.dimensions import Dimensions, element_types, layer_dimensions, list_properties
+from meshwright.planner.cost.cached import cached_method
+from meshwright.planner.cost.dimensions import Dimensions, element_types, layer_dimensions
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, Number, at_least, at_most, layer_kind
 from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.cost.tables import parse_tensor, select_items
@@ -66,7 +67,7 @@ def _tensors(batch: MicroBatch, stage: Stage, at_once: bool, tp_rank: int, compi
             yield from operator.saved
     else:
         yield SavedTensor("input", (batch.rows, batch.slice, config.hidden), "x")
-    yield from _shared_by_layers(batch, stage)
+    yield from _shared_by_layers(batch, stage.layers)
     layers: dict[object, list[SavedTensor]] = {}
     # A norm's input in the type of activations is the stage's input, saved already; without norms products read it.
     copied, projected = config.norm == "rmsnorm" and batch.narrow, not config.pre_norms and batch.layout.tp == 1
@@ -139,21 +140,22 @@ def _listed(section: str, dimensions: Dimensions) -> Iterator[SavedTensor]:
     return (tensor.compute(dimensions) for tensor in _select(section, dimensions.true))
 
 
-def _shared_by_layers(batch: MicroBatch, stage: Stage) -> Iterator[SavedTensor]:
-    """Yield the tensors that all layers share, saved once a micro-batch: cosines and sines of rotary positions, masks,
-    targets."""
+@cached_method
+def _shared_by_layers(batch: MicroBatch, layers: range) -> Iterator[SavedTensor]:
+    """Yield the tensors that all layers of a stage share, saved once a micro-batch: cosines and sines of rotary
+    positions, masks, targets."""
     config = batch.config
     example = layer_kind(config, 0)._replace(tempered=False)
-    for number, rotation in enumerate(config.rotations(stage.layers)):
+    for number, rotation in enumerate(config.rotations(layers)):
         for each in _listed("rotation", Dimensions(batch, example, {"pairs": rotation.pairs})):
             yield each._replace(name=f"{each.name}{number or ''}")
-    kinds = [layer_kind(config, layer) for layer in stage.layers]
+    kinds = [layer_kind(config, layer) for layer in layers]
     windows = {kind.window or 0: kind for kind in kinds}
     bounds = {
         "bounds": 1 + batch.varlen_documents if batch.masked else 0,
         "ring_bounds": 1 + batch.ring_documents if batch.masked and batch.ring else 0,
     }
-    own_tiles = "capped" in list_properties(batch, layer_kind(config, 0))
+    own_tiles = "capped" in layer_dimensions(batch, 0).true
     # The host reads the bounds of attention in tiles; an encoder's mask is one for all layers.
     for window in sorted(windows) if not (own_tiles or config.encoder) else ():
         kind = windows[window]

@@ -200,17 +200,15 @@ class _Pipeline:
         [ranks, candidates]. pipeline: schedule of the pipeline; at_once: True if the last stage runs the backward of a
         micro-batch directly after its forward."""
         of, grid = self.of, self.grid
-        found = np.zeros(self.saved.shape)
-        for number, members in enumerate(of.members):
-            ends = members[0], members[-1]  # of equal ranks one or the other has the most
-            # Micro-batches in flight, and those whose weight gradients are left: [times, ranks, candidates].
-            waiting, queued = in_flight(pipeline.schedule, pipeline.ranks, pipeline.chunks, grid.micro, ends)
-            head: Floats | float = 0.0  # gradient of the head's weight
-            if not at_once and of.of_rank[number] @ of.last:
-                head = np.where(of.keeps_gradient(at_once), self.memory.head[grid.index], 0.0)
-            peaks = waiting * (self.saved[number] + head) - head + queued * self.queued[number]
-            found[number] = peaks.max(axis=(0, 1))
-        return found / of.replicas
+        ends = [end for members in of.members for end in (members[0], members[-1])]  # one of equal ranks has the most
+        # Micro-batches in flight, and those whose weight gradients are left: [times, ranks, candidates].
+        waiting, queued = in_flight(pipeline.schedule, pipeline.ranks, pipeline.chunks, grid.micro, ends)
+        head = np.zeros(self.saved.shape)  # gradient of the head's weight
+        if not at_once:
+            head[of.of_rank @ of.last > 0] = np.where(of.keeps_gradient(at_once), self.memory.head[grid.index], 0.0)
+        saved, left, head = (np.repeat(each, 2, axis=0) for each in (self.saved, self.queued, head))
+        peaks = (waiting * (saved + head) - head + queued * left).max(axis=0)
+        return np.asarray(peaks.reshape(-1, 2, peaks.shape[-1]).max(axis=1) / of.replicas)
 
 
 def _screen_pipeline(
@@ -235,7 +233,7 @@ def _screen_pipeline(
         chosen = fits & sharding.fits if zero else fits
         if not chosen.any():
             continue
-        data = DataParallelism.of(zero, pipeline.ranks, engine, sharding.groups)
+        data = DataParallelism(engine.communicated_zero_stage(zero, pipeline.ranks), sharding.groups)
         if (key := data.per_micro_batch) not in makespans:
             makespans[key], _ = costs.of.makespan(pipeline.schedule, at_once, key)
         seconds = makespans[key] + costs.of.once_seconds(pipeline.schedule == "interleaved", at_once, data)
