@@ -240,17 +240,17 @@ def live_bytes() -> int:
 
 def highest(profile: Any) -> tuple[int, str]:
     """Return the peak bytes above the start, and the operators around the peak."""
-    events = profile.profiler.kineto_results.events()
-    changes = sorted((each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]")
+    events = [(each.name(), each.start_ns(), each) for each in profile.profiler.kineto_results.events()]
+    changes = sorted((begin, each.nbytes()) for name, begin, each in events if name == "[memory]")
     now = highest = 0
     when = 0
     for at, size in changes:
         now += size
         if now > highest:
             highest, when = now, at
-    around = [
-        each
-        for each in events
-        if each.name() != "[memory]" and each.start_ns() <= when <= each.start_ns() + each.duration_ns()
-    ]
-    return highest, " > ".join(each.name() for each in around)
+    around = (
+        name
+        for name, begin, each in events
+        if begin <= when and name != "[memory]" and when <= begin + each.duration_ns()
+    )
+    return highest, " > ".join(around)

@@ -25,6 +25,7 @@ from meshwright.schedules.interleaved import interleaved, interleaved_zero_bubbl
 from meshwright.schedules.pytorch_csv import from_csv, to_csv
 from meshwright.schedules.synchronous import gpipe, one_f_one_b
 from meshwright.schedules.zero_bubble import zb_h1, zb_h2
+from tests.conftest import exhaustive
 
 each_number_of_ranks = pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 
@@ -56,15 +57,17 @@ def test_1f1b_matches_pytorch_except_its_last_rank(ranks: int):
 
 
 @each_number_of_ranks
+@pytest.mark.parametrize("chunks", [2, 3, *exhaustive(4)])
 @pytest.mark.parametrize(
     ("name", "generator"),
     [("Interleaved1F1B", interleaved), ("InterleavedZeroBubble", interleaved_zero_bubble), ("LoopedBFS", looped_bfs)],
 )
-def test_schedules_with_chunks_are_pytorchs(ranks: int, name: str, generator: Callable[..., PipelineProgram]):
-    for chunks in (2, 3, 4):
-        for m in (1, 3, 4, 8, 10, 16):
-            if name == "LoopedBFS" or len({len(taken) for taken in split_into_rounds(ranks, m)}) == 1:
-                assert rows(generator(ranks, m, chunks)) == torch_rows(name, ranks, m, chunks)
+def test_schedules_with_chunks_are_pytorchs(
+    ranks: int, name: str, generator: Callable[..., PipelineProgram], chunks: int
+):
+    for m in (1, 3, 4, 8, 10, *((16,) if chunks == 2 else ())):
+        if name == "LoopedBFS" or len({len(taken) for taken in split_into_rounds(ranks, m)}) == 1:
+            assert rows(generator(ranks, m, chunks)) == torch_rows(name, ranks, m, chunks)
 
 
 def test_interleaved_takes_numbers_of_micro_batches_that_pytorch_refuses():

@@ -177,6 +177,11 @@ def test_turn_end_token_is_found_despite_trailing_white_space(pairs, style: str)
     assert pair.theirs.convert_ids_to_tokens(pair.ours.find_turn_end()) == {"gemma": "<end_of_turn>"}.get(
         style, pair.style.eos
     )
+
+
+@pytest.mark.parametrize("style", ["chatml", "llama-2"])  # whose tokens are `<|...|>` and `</s>`
+def test_turn_end_token_of_marked_responses_is_their_last_token(pairs, style: str):
+    pair = pairs(style)
     source = (
         "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}{{ m.content + END }}"
         "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bench import plan_bounds
-from bench.plan_accuracy import held_out, predicted, priced
+from bench.plan_accuracy import predicted
 from bench.published_runs import PUBLISHED, UNSEEN, Run, runs
 from meshwright.layout import Layout
 from meshwright.planner.api import plan
@@ -154,23 +154,6 @@ def test_extreme_requests_have_bounds_of_an_order_of_magnitude(
     time = plan(model, cluster_name, layout, sequence=sequence, batch=batch).best.time
     assert 1 / 4.0001 <= time.low / time.seconds < 1 < time.high / time.seconds <= 4.0001
     assert time.high / time.seconds > 2 and time.bounds.outside
-
-
-def test_left_out_runs_of_programs_without_fitted_rates_are_within_bounds():
-    """Nine tenths of the runs of unseen projects, each predicted from the bounds that the others of them give."""
-    pairs = {
-        f"{part}, {source}": found
-        for part in plan_bounds.KNOWN
-        for source, found in priced(UNSEEN, verbose=False, half=part)[0].items()
-    }
-    left_out = held_out(pairs)
-    shares: dict[str, list[bool]] = {}
-    for source, found in pairs.items():
-        for (one, step), each in zip(found, left_out[source], strict=True):
-            held = each.low <= one.seconds / step.seconds <= each.high
-            shares.setdefault(plan_bounds.project(one), []).append(held)
-    means = [sum(each) / len(each) for each in shares.values()]
-    assert len(means) > 20 and sum(means) / len(means) >= 0.9
 
 
 @pytest.fixture

@@ -26,23 +26,26 @@ CASES = [
     CudaStep("llama-1b", "bf16", 2, 4096, with_adapter(targets=["q_proj", "v_proj"])),
     CudaStep("mistral-7b-v0.1", "fp32", 2, 1024, with_adapter(targets=["q_proj", "v_proj"])),
     CudaStep("mistral-7b-v0.1", "bf16", 2, 1024, with_adapter(dropout=0.1)),
-    CudaStep("llama-1b", "ac:selective bf16", 8, 4096, TWO, saved=True),
     CudaStep("llama-1b", "bf16", 8, 4096, TWO, documents=4, saved=True),
     CudaStep("gpt2-xl", "bf16", 8, 1024, TWO, saved=True, hopper=True),
     # Tokens are 0.6% of what stays between steps.
     CudaStep("llama-1b", "dp4 zero1 mb2 tp2 bf16", 32, 512, SMALL, graphs=True, documents=4),
-    CudaStep("llama-1b", "dp4 zero3 mb2 tp2 bf16", 16, 4096, TWO, rank=3, saved=True),
-    CudaStep("llama-1b", "dp4 zero3 ac:full bf16", 8, 512, FOUR | {"tied": False}),  # peak when the head is unsharded
-    CudaStep("llama-1b", "pp2:zb-h1 mb4 bf16", 8, 4096, FOUR),
+    CudaStep(
+        "llama-1b", "dp4 zero3 ac:full bf16", 8, 512, FOUR | {"tied": False}, rank=3
+    ),  # when the head is unsharded
+    CudaStep("llama-1b", "pp2:zb-h1 mb2 bf16", 4, 4096, FOUR),
     CudaStep("mixtral-8x7b-v0.1", "dp4 ep4 bf16", 8, 4096, TWO, saved=True),
     CudaStep("llama-1b", "cp2 bf16", 8, 4096, TWO, documents=4, saved=True),
     CudaStep("mixtral-8x7b-v0.1", "dp2 ep2 ac:full mb2 bf16", 8, 4096, TWO),
     CudaStep("mistral-7b-v0.1", "bf16", 4, 4096, NO_HEAD),  # peak in the backward of the final norm
-    CudaStep("llama-1b", "tp4 ac:selective bf16", 4, 4096, NO_HEAD),  # peak when a layer is recomputed
+    CudaStep("llama-1b", "tp4 ac:selective bf16", 4, 4096, NO_HEAD, saved=True),  # peak when a layer is recomputed
     CudaStep("mistral-7b-v0.1", "tp8 ac:full bf16", 4, 4096, NO_HEAD),  # peak with a gradient gathered over tp
     CudaStep("mistral-7b-v0.1", "tp8:nosp bf16", 1, 4096, NO_HEAD, saved=True, overlap="chunks"),
 ]
 MORE = [
+    CudaStep("llama-1b", "ac:selective bf16", 8, 4096, TWO, saved=True),
+    CudaStep("llama-1b", "dp4 zero3 mb2 tp2 bf16", 16, 4096, TWO, rank=3, saved=True),
+    CudaStep("llama-1b", "pp2:zb-h1 mb4 bf16", 8, 4096, FOUR),
     CudaStep("llama-1b", "tp4:nosp bf16", 8, 4096, with_adapter(packed=None), overlap="chunks"),
     CudaStep("llama-1b", "tp4 bf16", 8, 4096, with_adapter(dropout=0.1), overlap="chunks"),
     CudaStep("llama-1b", "tp4 ac:selective bf16", 8, 4096, with_adapter(packed=None), overlap="chunks"),

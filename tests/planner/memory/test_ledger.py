@@ -92,11 +92,11 @@ MASKED_EXPERTS = [
         Step(dataclasses.replace(LORA, vocabulary=2048), "dp1", 4, 128),
         Step(dataclasses.replace(DOUBLE, hidden=256, intermediate=1024, head_dim=32), "dp1", 4, 32),  # wide weights
         Step(LLAMA, "dp1", 4, 128, dtype="bfloat16", teacher=TeacherWork(LLAMA)),
-        Step(LLAMA, "mb2", 8, 384, teacher=TeacherWork(LLAMA, divergence="jsd")),
-        Step(SMALL_HEAD, "mb4", 16, 256, teacher=TeacherWork(SMALL_HEAD)),  # states of one micro-batch of the four
-        Step(SMALL_HEAD, "mb2", 8, 256, teacher=TeacherWork(dataclasses.replace(SMALL_HEAD, hidden=512, head_dim=64,
+        Step(LLAMA, "mb2", 4, 384, teacher=TeacherWork(LLAMA, divergence="jsd")),
+        Step(SMALL_HEAD, "mb4", 8, 256, teacher=TeacherWork(SMALL_HEAD)),  # states of one micro-batch of the four
+        Step(SMALL_HEAD, "mb2", 4, 256, teacher=TeacherWork(dataclasses.replace(SMALL_HEAD, hidden=512, head_dim=64,
                                                                                 intermediate=2048))),
-        Step(SMALL_HEAD, "dp1", 4, 256, pairs=True), Step(preset("gemma2-tiny"), "dp1", 4, 256, dtype="bfloat16"),
+        Step(SMALL_HEAD, "dp1", 4, 256, pairs=True), Step(preset("gemma2-tiny"), "dp1", 2, 256, dtype="bfloat16"),
     ],
     ids=lambda step: f"{step.config.family} "
     f"{'adapter ' * bool(step.config.adapter)}{step.layout} {step.dtype} {step.optimizer} {step.sequence}"
@@ -113,7 +113,7 @@ def test_peak_of_step_matches_allocator(step: Step) -> None:
 
 
 WEIGHTED = [
-    Step(config, layout, 16, 64, dtype=dtype)
+    Step(config, layout, 8, 64, dtype=dtype)
     for family, layouts, dtype in (
         ("mixtral-tiny", ("ac:full",), "bfloat16"), ("granitemoe-tiny", ("ac:selective",), "float32"),
         ("qwen2-moe-tiny", ("ac:full", "ac:selective"), "float32"),
@@ -141,11 +141,11 @@ PREDICTS = dataclasses.replace(preset("deepseek-v3-tiny"), prediction_layers=1, 
     [
         *WEIGHTED, Step(GPT, "ac:full", 4, 64, dtype="bfloat16"),  # LayerNorm saves its input itself
         Step(TIED, "dp1", 4, 64),  # the head's part of the matrix's gradient is held while the last norm's is computed
-        *(Step(DROPPED, f"ac:{again}", 4, 64, dtype=dtype)
+        *(Step(DROPPED, f"ac:{again}", 2, 64, dtype=dtype)
           for again, dtype in (("full", "bfloat16"), ("selective", "bfloat16"), ("selective", "float32"))),
-        Step(DROPPED_GPT, "ac:selective", 8, 64), Step(CAPPED, "dp1", 8, 64, dtype="bfloat16"),
+        Step(DROPPED_GPT, "ac:selective", 8, 64), Step(CAPPED, "dp1", 4, 64, dtype="bfloat16"),
         Step(CAPPED_LOGITS, "dp1", 4, 64), Step(CAPPED_LOGITS, "dp1", 4, 64, dtype="bfloat16"),
-        Step(SINKS, "ac:full", 4, 128, dtype="bfloat16"),
+        Step(SINKS, "ac:full", 2, 128, dtype="bfloat16"),
         *(Step(PREDICTS, layout, 4, 128) for layout in ("dp1", "ac:full")),
     ],
     ids=lambda step: f"{step.config.family} {step.layout} {step.dtype}",

@@ -40,9 +40,17 @@ PROBLEMS = {
 }
 
 
-@cache
+screened_once = cache(screen)
+
+
+@pytest.fixture(autouse=True)
+def _screen_each_problem_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches only read closed forms: those of a problem are computed once for all tests."""
+    monkeypatch.setattr(search_module, "screen", screened_once)
+
+
 def screened(name: str) -> ScreenedLayouts:
-    return screen(PROBLEMS[name])
+    return screened_once(PROBLEMS[name])
 
 
 @cache
@@ -63,10 +71,11 @@ def layouts(name: str, count: int) -> list[tuple[int, Layout]]:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("count", [30, *exhaustive(300)])
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_vectorized_prices_match_single_layouts(name: str):
+def test_vectorized_prices_match_single_layouts(name: str, count: int):
     problem, every = PROBLEMS[name], screened(name)
-    for at, layout in layouts(name, 60):
+    for at, layout in layouts(name, count):
         alone = step_time(
             problem.config, layout, problem.cluster, problem.sequence, problem.batch, engine=problem.engine,
             simulate=False,
@@ -87,14 +96,15 @@ def test_preference_loss_is_priced_alike_in_search():
     assert next_token + twice < one.time.seconds < next_token + 4 * twice
 
 
+@pytest.mark.parametrize("count", [30, *exhaustive(150)])
 @pytest.mark.parametrize("name", ["dense", "mixture", "one node"])
-def test_closed_form_memory_is_near_ledger(name: str):
+def test_closed_form_memory_is_near_ledger(name: str, count: int):
     """Larger errors (few micro-batches, queues of weight gradients) are corrected by the ledger of the first priced
     layout of a kind."""
     problem, every = PROBLEMS[name], screened(name)
     errors = [
         abs(float(every.bytes[at]) / fullest_rank(problem, layout).peak_bytes - 1)
-        for at, layout in layouts(name, 60)
+        for at, layout in layouts(name, count)
         if every.bytes[at] < 2 * problem.cluster.device.memory_bytes
     ]
     assert len(errors) > 10
