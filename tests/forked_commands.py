@@ -212,6 +212,8 @@ class _ForkedRank(subprocess.Popen):
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags,
                        shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid,
                        umask, start_new_session, process_group):  # fmt: skip
+        # Until the rank has reset the handlers, as exec would, a signal must wait: the launcher's handler would take it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         self.pid = os.fork()
         if self.pid == 0:
             for given, standard in ((p2cread, 0), (c2pwrite, 1), (errwrite, 2)):
@@ -222,6 +224,7 @@ class _ForkedRank(subprocess.Popen):
             if preexec_fn is not None:
                 preexec_fn()
             _run_python(tuple(args)[1:], env, pass_fds)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
@@ -238,6 +241,7 @@ def _run_python(words: Sequence[str], environment: Mapping[str, str], keep: Sequ
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in (signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         atexit._clear()
         os.environ.clear()
         os.environ.update(environment)

@@ -31,10 +31,10 @@ def recipe(place: Path) -> str:
     return cases.recipe(place, "dp2 zero1 fp32", train_steps=STEPS, train_batch=4).to_toml()
 
 
-def begin(place: Path) -> ForkedCommand:
-    """`meshwright train` as a terminal starts it: in its own process group."""
+def begin(place: Path, *words: str) -> ForkedCommand:
+    """`meshwright train` as a terminal starts it, or `python WORDS...`: in its own process group."""
     (place / "recipe.toml").write_text(recipe(place))
-    return ForkedCommand(("-m", "meshwright", "train", "recipe.toml"), place)
+    return ForkedCommand(words or ("-m", "meshwright", "train", "recipe.toml"), place)
 
 
 def wait_until(condition: Callable[[], bool], running: ForkedCommand) -> None:
@@ -113,8 +113,19 @@ def test_run_stopped_by_signal_resumes_bit_for_bit(two, tmp_path, command_line):
     assert cases.trace(place) == cases.trace(whole)
 
 
+SLOW_START = """
+import runpy, sys, time
+from meshwright.training import loop
+
+loop.prepare = lambda *_, **__: time.sleep(100)
+sys.argv = ["meshwright", "train", "recipe.toml"]
+runpy.run_module("meshwright", run_name="__main__")
+"""
+"""The same command, whose ranks take long before their first step."""
+
+
 def test_signal_before_first_step_ends_run_immediately(tmp_path):
-    running = begin(tmp_path)
+    running = begin(tmp_path, "-c", SLOW_START)
     wait_until(lambda: (tmp_path / "run/ranks.json").exists(), running)
     ranks = json.loads((tmp_path / "run/ranks.json").read_text()).values()
     os.kill(running.pid, signal.SIGTERM)
