@@ -50,7 +50,7 @@ from meshwright.training.objective import NextToken, Objective
 from meshwright.training.precision import PARAMETER_DTYPES, Arithmetic, set_matmul_precision
 from meshwright.training.preference import MISMATCHED, Preferences
 from meshwright.training.preference_loss import make_preference
-from meshwright.training.reference import check_frozen_base, frozen_slices
+from meshwright.training.reference import frozen_slices
 from meshwright.training.task import RunStart
 
 
@@ -109,7 +109,6 @@ class LanguageModelTask:
         self._batches = BatchPrefetcher(self._load_step, torch.device(mesh.device))
         self._run_passes: RunPasses = self._launch_passes
         self._fixed_documents: FixedDocuments | None = None
-        self._frozen_base: Mapping[str, str] = {}
         if graphs:
             self._run_passes, self._fixed_documents = graph_passes(self._launch_passes, self.passes, recipe, config)
 
@@ -204,10 +203,8 @@ class LanguageModelTask:
         )
 
     def prepare(self, start: RunStart) -> None:
-        """Check that an adapter's frozen base has not changed since the run began; compute or load the objective's
-        inputs, such as reference log-probabilities. start: run directory, resumed state and log. Collective."""
-        if self.config.adapter is not None:
-            self._frozen_base = check_frozen_base(self.parallel, self.recipe, start)
+        """Compute or load the objective's inputs before the first step: the reference log-probabilities of preference
+        training; nothing for next-token training. start: run directory, resumed state and log. Collective."""
         self.objective.prepare(self, start)
 
     def validate(self) -> Validation:
@@ -274,7 +271,7 @@ class LanguageModelTask:
         model without its adapter. For a model without an adapter the context manager changes nothing."""
         return adapters_off(self.model)
 
-    def reference_slices(self) -> Iterable[TensorSlice]:
+    def reference_slices(self) -> list[TensorSlice]:
         """Return the weights of the reference model of preference training as slices of checkpoint tensors: the weights
         of the frozen base model if there is an adapter, else all weights. Over all ranks, each element is in exactly
         one slice."""
@@ -298,9 +295,9 @@ class LanguageModelTask:
         self.parallel.load(lambda entry, *at: (read_base if entry.name in names else read_adapter)(entry, *at))
 
     def state(self) -> dict[str, Any]:
-        """Return this task's entries of a checkpoint's `state.json`: checksums of the data, of an adapter's frozen base
-        and, for preference training, of the reference log-probabilities. A run resumes only if they are unchanged."""
-        return {"data_sha256": self.data.sha256, **self._frozen_base, **self.objective.state()}
+        """Return this task's entries of a checkpoint's `state.json`: checksums of the data and, for preference
+        training, of the reference log-probabilities. A run resumes only if these checksums are unchanged."""
+        return {"data_sha256": self.data.sha256, **self.objective.state()}
 
     @property
     def can_launch_ahead(self) -> bool:

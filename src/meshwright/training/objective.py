@@ -58,7 +58,7 @@ class Policy(Protocol):
         """Return a context manager in which forward passes compute the reference model (of DPO): the base model without
         its adapter or, without an adapter, the model as it is."""
 
-    def reference_slices(self) -> Iterable[TensorSlice]:
+    def reference_slices(self) -> list[TensorSlice]:
         """Return the weights of the reference model (of DPO) as slices of checkpoint tensors. Over all ranks, each
         element is in exactly one slice."""
 
