@@ -212,7 +212,7 @@ class _ForkedRank(subprocess.Popen):
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags,
                        shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid,
                        umask, start_new_session, process_group):  # fmt: skip
-        # Until the rank has reset the handlers, as exec would, a signal must wait: the launcher's handler would take it.
+        # A signal waits until the rank has reset the handlers, as exec would: the launcher's handler would take it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         self.pid = os.fork()
         if self.pid == 0:

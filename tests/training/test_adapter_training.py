@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from meshwright.comm.local import LocalRanks
 from meshwright.errors import UserError
@@ -92,6 +93,19 @@ def test_adapter_from_a_run_starts_at_its_newest_checkpoint(base: Path, tmp_path
         with pytest.raises(UserError, match=expected):
             config_of(recipe)  # what is planned
         assert "\n" not in str(error.value)
+
+
+def test_resume_is_refused_after_base_weights_changed(base: Path, tmp_path: Path):
+    """The checkpoint has the adapter alone, so that only a digest shows that it was trained on other weights."""
+    shutil.copytree(base, tmp_path / "base")
+    given = changes(tmp_path / "base", checkpoint_every=3)
+    cases.run(None, tmp_path, "dp1", 3, **given)
+    weights = load_file(tmp_path / "base/model.safetensors")
+    save_file({name: 1.5 * value for name, value in weights.items()}, tmp_path / "base/model.safetensors")
+    (outcome,) = cases.run(None, tmp_path, "dp1", **given)
+    assert "model.from: the weights in" in outcome["error"] and "have changed since this run began" in outcome["error"]
+    save_file(weights, tmp_path / "base/model.safetensors")
+    cases.run_without_error(None, tmp_path, "dp1", **given)
 
 
 @pytest.mark.parametrize(("base", "precision"), [("nf4", "fp32"), ("bf16", "bf16")])

@@ -183,3 +183,9 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     finally:
         for module in found:
             module.enabled = True
+
+
+def make_zeros(entry: ParameterEntry) -> torch.Tensor:
+    """Return zeros in an entry's shape on disk, for values that a checkpoint replaces: DoRA's initial values would take
+    long, as they quantize the base once more."""
+    return torch.zeros(entry.disk_shape)

@@ -75,6 +75,21 @@ def check_resume(recipe: Recipe, data_sha256: str | None = None) -> dict[str, An
     return state
 
 
+def check_base(recipe: Recipe, state: Mapping[str, Any] | None, found: Mapping[str, str]) -> None:
+    """Check that the base model of an adapter, which a run reads from `model.from` at each start, is the one on which
+    the adapter was trained.
+
+    state: content of the checkpoint's `state.json`; None: the run begins. found: {"base_sha256": digest by
+    `training.reference.hash_sample`}, {} without a base. Raises `UserError` if the digests differ; the earliest
+    checkpoints have none."""
+    if state is not None and any(state.get(key, digest) != digest for key, digest in found.items()):
+        raise UserError(
+            f"{recipe.where('model.from')}: model.from: the weights in {recipe.base_directory} have changed since this "
+            "run began, and its adapter was trained on the earlier ones; restore them, or start a new run with another "
+            "run.name"
+        )
+
+
 def check_resume_differences(old: Recipe, new: Recipe) -> None:
     """Check that only keys of `RESUMABLE` differ between `old`, the recipe of the checkpoint, and `new`. Raises
     `UserError` that names the first other key."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from meshwright.adapters.attach import adapters_off, make_initial_values
+from meshwright.adapters.attach import adapters_off, make_initial_values, make_zeros
 from meshwright.adapters.dropout import sample_keys
 from meshwright.adapters.peft_directory import read_peft_adapter
 from meshwright.checkpoint.agreement import agree_on_adapter
@@ -28,6 +28,7 @@ from meshwright.model.checkpoint_files import CheckpointFiles
 from meshwright.model.documents import Documents, MicroBatch, move
 from meshwright.model.huggingface import match_entries, read_entry
 from meshwright.monitoring.records import Metrics, RunDescription, Validation
+from meshwright.monitoring.resuming import check_base
 from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.flat_buffers import TensorSlice, make_slice_reader
 from meshwright.parallel.parallelize import parallelize
@@ -50,7 +51,7 @@ from meshwright.training.objective import NextToken, Objective
 from meshwright.training.precision import PARAMETER_DTYPES, Arithmetic, set_matmul_precision
 from meshwright.training.preference import MISMATCHED, Preferences
 from meshwright.training.preference_loss import make_preference
-from meshwright.training.reference import frozen_slices
+from meshwright.training.reference import frozen_slices, hash_sample
 from meshwright.training.task import RunStart
 
 
@@ -109,6 +110,7 @@ class LanguageModelTask:
         self._batches = BatchPrefetcher(self._load_step, torch.device(mesh.device))
         self._run_passes: RunPasses = self._launch_passes
         self._fixed_documents: FixedDocuments | None = None
+        self._base: Mapping[str, str] = {}
         if graphs:
             self._run_passes, self._fixed_documents = graph_passes(self._launch_passes, self.passes, recipe, config)
 
@@ -203,8 +205,9 @@ class LanguageModelTask:
         )
 
     def prepare(self, start: RunStart) -> None:
-        """Compute or load the objective's inputs before the first step: the reference log-probabilities of preference
-        training; nothing for next-token training. start: run directory, resumed state and log. Collective."""
+        """Check that an adapter's base is that of the resumed run; compute or load the objective's inputs, such as
+        reference log-probabilities. start: run directory, resumed state and log. Collective."""
+        check_base(self.recipe, start.saved, self._base)
         self.objective.prepare(self, start)
 
     def validate(self) -> Validation:
@@ -277,27 +280,27 @@ class LanguageModelTask:
         one slice."""
         return frozen_slices(self.parallel) if self.config.adapter else self.parallel.master_slices(owned=True)
 
-    def load_weights(self, directory: Path) -> None:
+    def load_weights(self, directory: Path, resumes: bool = False) -> None:
         """Load the weights of a Hugging Face model directory into the parameters, in place of initial values. An
-        adapter gets its initial values, or the values in the PEFT directory `adapter.from`. Projections to a teacher's
-        hidden states are in no directory; their initial values are drawn from the seed."""
+        adapter gets its initial values, or those in the PEFT directory `adapter.from`, or zeros if the run `resumes`
+        from a checkpoint. Projections to a teacher's hidden states, in no directory, are drawn from the seed."""
         base = dataclasses.replace(self.config, adapter=None, projections=())
         files = CheckpointFiles(directory)
         names = match_entries(files, parameter_table(base), base)
         read = partial(read_entry, files, names=names)
-        read_base = make_slice_reader(read)
-        if self.recipe.adapter.from_path is not None:
+        self._base = {} if self.config.adapter is None else {"base_sha256": hash_sample(files)}
+        if not resumes and self.recipe.adapter.from_path is not None:
             place = agree_on_adapter(self.recipe.adapter.from_path, self.mesh)
-            adapter_value = read_peft_adapter(place, self.config, self.recipe.run.seed)
+            others = read_peft_adapter(place, self.config, self.recipe.run.seed)
         else:
-            adapter_value = make_initial_values(self.table, read, self.recipe.run.seed, self.parallel.parameter_dtype)
-        read_adapter = make_slice_reader(adapter_value)
-        self.parallel.load(lambda entry, *at: (read_base if entry.name in names else read_adapter)(entry, *at))
+            values = self.table, read, self.recipe.run.seed, self.parallel.parameter_dtype
+            others = make_zeros if resumes else make_initial_values(*values)
+        self.parallel.load(make_slice_reader(lambda entry: (read if entry.name in names else others)(entry)))
 
     def state(self) -> dict[str, Any]:
-        """Return this task's entries of a checkpoint's `state.json`: checksums of the data and, for preference
-        training, of the reference log-probabilities. A run resumes only if these checksums are unchanged."""
-        return {"data_sha256": self.data.sha256, **self.objective.state()}
+        """Return this task's entries of a checkpoint's `state.json`: digests of the data, of an adapter's base and, for
+        preference training, of the reference log-probabilities. A run resumes only if they are unchanged."""
+        return {"data_sha256": self.data.sha256, **self._base, **self.objective.state()}
 
     @property
     def can_launch_ahead(self) -> bool:

@@ -290,10 +290,10 @@ class Run:
             self.trainer = Trainer(task)
             base = self.recipe.base_directory
             if base is not None and config.adapter is not None:  # checkpoints hold the adapter alone
-                task.load_weights(Path(base))
+                task.load_weights(Path(base), resumes=state is not None)
             loaded = self.checkpointer.load_newest(self.trainer.slices(owned=False))
             if loaded is None:
-                if base is not None and config.adapter is None:
+                if base is not None and (config.adapter is None or state is not None):
                     task.load_weights(Path(base))
                 elif base is None:
                     task.parallel.initialise(self.recipe.run.seed)
