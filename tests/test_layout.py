@@ -111,6 +111,8 @@ def test_the_canonical_print_orders_parts_and_drops_defaults(written: str, print
         ("fsdp8", "dp8 zero3"),
         ("DP4", "dp4"),
         ("DP8", "dp8"),
+        ("TP2:nosp", "tp2:nosp"),
+        ("TP=4", "tp4"),
         ("bf15", "bf16"),
         ("offlod:cpu", "offload:"),
         ("ac:ful", "full"),

@@ -187,8 +187,7 @@ class Layout:
         Raises `UserError` that names the unknown, repeated or impossible part."""
         values: dict[str, object] = {}
         written: dict[str, str] = {}  # field -> part of the notation that set it
-        parts = text.split()
-        if not parts:
+        if not (parts := text.split()):
             raise UserError('the layout is empty; a single device is written "dp1"')
         try:
             for part in parts:
@@ -392,7 +391,8 @@ def _parse_options(part: str, name: str, options: str | None) -> dict[str, objec
 def _describe_unknown_part(part: str, name: str, number: str) -> str:
     """Return the error text for the unknown layout part `part`. name, number: letters and digits of the part."""
     parts = {word: f"{word}{number}" for word in _FIELD_BY_PART} | {word: f"{word}:" for word in _FIELD_BY_WORD}
-    aliases = parts | {"fsdp": f"dp{number} zero3" if number else "zero3", "ddp": f"dp{number}"}
+    fsdp = f"dp{number} zero3" if number else "zero3"
+    aliases = dict.fromkeys(parts, part.lower().replace("=", "")) | {"fsdp": fsdp, "ddp": f"dp{number}"}
     close = aliases.get(name.lower()) or nearest(part, PRECISIONS) or nearest(part, parts.values())
     close = close or parts.get(nearest(name, parts) or "")
     known = ", ".join([*(f"{word}N" for word in _FIELD_BY_PART), "ac:", *PRECISIONS[:-1]]) + "; fp8 in plans alone"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def find_base_directory(directory: Path) -> Path | None:
     file or the base directory does not exist.
     """
     base = _read_base_name(directory)
-    return Path(base) if base and Path(base).is_dir() else None
+    return Path(base) if base and os.path.isdir(base) else None  # False for a name that is too long, too
 
 
 def make_missing_base_error(directory: Path, base: str | None = None) -> UserError:
@@ -78,8 +79,9 @@ def make_missing_base_error(directory: Path, base: str | None = None) -> UserErr
     base model; None: read from its `adapter_config.json`."""
     base = _read_base_name(directory) if base is None else base
     return UserError(
-        f"{directory / ADAPTER_CONFIG}: the base model {base or '(none named)'} is not a directory here (a relative "
-        "path starts at the current directory); name it in base_model_name_or_path, or by --base of meshwright adapter"
+        f"{directory / ADAPTER_CONFIG}: the base model {base or '(none that can be read)'} is not a directory here; "
+        "name it in base_model_name_or_path (a relative path starts at the current directory), or by --base of "
+        "meshwright adapter"
     )
 
 
