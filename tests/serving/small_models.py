@@ -49,7 +49,8 @@ def small_config(name: str, **changes: Any) -> ModelConfig:
 
 
 def list_features(name: str) -> set[tuple[object, ...]]:
-    """Return the features of a family's model, on which alone the server's code depends."""
+    """Return the features of a family's model. Families with the same features may differ in numbers, such as the size
+    of a head or the part of it that is rotated."""
     return list_config_features(small_config(name))
 
 
