@@ -12,6 +12,7 @@ import torch
 from meshwright.checkpoint.model_directory import save_huggingface
 from meshwright.data.tokenizers.tokenizer import write_tokenizer
 from meshwright.kernels.choice import load_kernels
+from meshwright.layout import Layout
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
 from meshwright.spec.config import ModelConfig
@@ -55,13 +56,13 @@ def list_features(name: str) -> set[tuple[object, ...]]:
 
 
 def list_layout_features(name: str, layout: str) -> set[tuple[object, ...]]:
-    """Return the features of a case on several ranks: tp, pp and ep split what a family's features add, so these count
-    in pairs; replicas do not."""
-    features = list_features(name)
-    words = layout.split()
-    alone = {(word,) for word in words} | features
-    splits = {word[:2] for word in words} - {"dp"}
-    return alone | {(split, *feature) for split in splits for feature in features}
+    """Return the features of a case on several ranks: tp, pp and ep, of two or of more ranks, split what a family's
+    features add, so these count in pairs; replicas do not."""
+    features, parsed = list_features(name), Layout.parse(layout)
+    sizes = {axis: parsed.group_size(axis) for axis in ("tp", "pp", "ep")}
+    splits = {(axis, size > 2) for axis, size in sizes.items() if size > 1}
+    alone = {(word,) for word in layout.split()} | features
+    return alone | {(*split, *feature) for split in splits for feature in features}
 
 
 def write_model(directory: Path, config: ModelConfig) -> Path:
