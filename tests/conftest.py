@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import importlib
 import os
-import re
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -17,7 +16,7 @@ import hypothesis
 import pytest
 
 from meshwright.comm import local
-from meshwright.layout import Layout
+from meshwright.layout import AXES, Layout
 
 # Models here are so small that threads wait for each other longer than they compute. Torch reads this when it is
 # loaded, here and in the processes that tests start.
@@ -61,19 +60,24 @@ def exhaustive(*values: object) -> list[Any]:
 
 def covering(cases: Iterable[Any], list_features: Callable[..., set[Any]]) -> list[Any]:
     """Values of a parameter, in order: those of a greedy set cover run always, the others with --exhaustive only. The
-    cover has every feature of any case; its next case is the one with the most features that it lacks. Features that
-    interact belong in pairs. cases: values, tuples of several or `pytest.param`. list_features: returns the features
-    of a case, given its values as arguments."""
+    cover has every feature of any case; its next case is the one with the most features that it lacks. Cases with
+    marks, which may be skipped, only add features that no other case has. Features that interact belong in pairs.
+    cases: values, tuples of several or `pytest.param`. list_features: returns the features of a case, given its values
+    as arguments."""
     marked = type(pytest.param())
     every = [
         each if type(each) is marked else pytest.param(*(each if type(each) is tuple else (each,))) for each in cases
     ]
     features = [list_features(*case.values) for case in every]
-    chosen, lacking = set[int](), set().union(*features)
-    while lacking:
-        best = max(range(len(every)), key=lambda index: len(features[index] & lacking))
-        chosen.add(best)
-        lacking -= features[best]
+    chosen, covered = set[int](), set[Any]()
+    for with_marks in (False, True):
+        group = [index for index, case in enumerate(every) if bool(case.marks) == with_marks]
+        lacking = set[Any]().union(*(features[index] for index in group)) - covered
+        while lacking:
+            best = max(group, key=lambda index: len(features[index] & lacking))
+            chosen.add(best)
+            covered |= features[best]
+            lacking -= features[best]
     rest = pytest.mark.exhaustive
     return [
         case if index in chosen else pytest.param(*case.values, marks=[*case.marks, rest], id=case.id)
@@ -81,18 +85,25 @@ def covering(cases: Iterable[Any], list_features: Callable[..., set[Any]]) -> li
     ]
 
 
-def list_axes(*values: object) -> set[Any]:
-    """Return the features of a case whose last value is a layout: its axes with their variants but without sizes, its
-    ZeRO stage (also none), activation checkpointing and precision; and the other values."""
-    *others, text = values
-    layout = Layout.parse(str(text))
-    names = {re.sub(r"\b([dtce]?t?pp?|mb|hs)\d+", r"\1", word) for word in str(text).split()}
-    return {*others, *names, *([f"zero{layout.zero}"] if layout.dp * layout.cp > 1 else [])}
+def list_axes(text: str) -> set[tuple[object, ...]]:
+    """Return the features of a layout: each axis of several ranks, with its variant but without its size; ZeRO stage,
+    with and without hybrid sharding; one or several micro-batches; activation checkpointing; precision."""
+    layout = Layout.parse(text)
+    variants = {"tp": layout.tensor_sequence_parallel, "cp": layout.cp_method, "pp": layout.schedule}
+    axes = {(axis, variants.get(axis)) for axis in (*AXES, "ep", "etp") if layout.group_size(axis) > 1}
+    return axes | {
+        ("zero", layout.zero),
+        ("hybrid", layout.hybrid is not None),
+        ("several micro-batches", layout.micro_batches > 1),
+        ("recompute", layout.recompute),
+        ("precision", layout.precision),
+    }
 
 
 def list_config_features(config: Any, *names: str) -> set[tuple[object, ...]]:
-    """Return the features of a model's configuration: each field but the family's name, with its value, or, of
-    numbers, if it differs from the default. names: names of the fields that lead to `config`, before its own."""
+    """Return the features of a model's configuration: each field but the family's name. Truth values and strings count
+    with their value; numbers, tuples and None count as equal to the default or 0, or as different from both. names:
+    names of the fields that lead to `config`, before its own."""
     found = set[tuple[object, ...]]()
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

@@ -41,7 +41,7 @@ IN_TURN = [
 ]
 
 
-@pytest.mark.parametrize(("name", "layout"), chain.from_iterable(IN_TURN))
+@pytest.mark.parametrize(("name", "layout"), [*chain.from_iterable(IN_TURN)])
 def test_two_ranks_match_one_device(ranks: LocalRanks, name: str, layout: str):
     config = CONFIGS[name]
     recompute = {"qwen3": "full", "llama": "selective", "gemma2": "selective"}.get(config.family, "none")
@@ -55,7 +55,7 @@ def test_two_ranks_match_one_device(ranks: LocalRanks, name: str, layout: str):
     [
         ("tp2", "selective", "aot_eager"), *exhaustive(("tp2", "none", "aot_eager")),
         *(("tp2", recompute, None) for recompute in ("none", "selective", "full")),
-        *exhaustive(("tp2:nosp", "selective", "aot_eager")), ("tp2:nosp", "full", None),
+        ("tp2:nosp", "selective", "aot_eager"), ("tp2:nosp", "full", None),
     ],
 )  # fmt: skip
 def test_products_of_one_sequence_overlap_in_compiled_blocks_too(

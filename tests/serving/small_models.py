@@ -12,6 +12,7 @@ import torch
 from meshwright.checkpoint.model_directory import save_huggingface
 from meshwright.data.tokenizers.tokenizer import write_tokenizer
 from meshwright.kernels.choice import load_kernels
+from meshwright.layout import Layout
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
 from meshwright.spec.config import ModelConfig
@@ -49,18 +50,19 @@ def small_config(name: str, **changes: Any) -> ModelConfig:
 
 
 def list_features(name: str) -> set[tuple[object, ...]]:
-    """Return the features of a family's model, on which alone the server's code depends."""
+    """Return the features of a family's model. Families with the same features may differ in numbers, such as the size
+    of a head or the part of it that is rotated."""
     return list_config_features(small_config(name))
 
 
 def list_layout_features(name: str, layout: str) -> set[tuple[object, ...]]:
-    """Return the features of a case on several ranks: tp, pp and ep split what a family's features add, so these count
-    in pairs; replicas do not."""
-    features = list_features(name)
-    words = layout.split()
-    alone = {(word,) for word in words} | features
-    splits = {word[:2] for word in words} - {"dp"}
-    return alone | {(split, *feature) for split in splits for feature in features}
+    """Return the features of a case on several ranks: tp, pp and ep, of two or of more ranks, split what a family's
+    features add, so these count in pairs; replicas do not."""
+    features, parsed = list_features(name), Layout.parse(layout)
+    sizes = {axis: parsed.group_size(axis) for axis in ("tp", "pp", "ep")}
+    splits = {(axis, size > 2) for axis, size in sizes.items() if size > 1}
+    alone = {(word,) for word in layout.split()} | features
+    return alone | {(*split, *feature) for split in splits for feature in features}
 
 
 def write_model(directory: Path, config: ModelConfig) -> Path:

@@ -48,8 +48,6 @@ from tests.serving.step_batches import Chunk, make_batch
 
 SIZES = ServingSizes(64, 6, 64, blocks=48)
 PROMPTS = [[7, 9, 250, 3], [100], np.random.default_rng(0).integers(0, 256, 37).tolist(), [5, 6]]
-SOME = covering(FAMILIES, list_features)
-"""Other families use parts of the model that these use, too, and run with --exhaustive only."""
 SHAPES = ("llama-tiny", "mistral-tiny", "gpt2-tiny", "qwen3-moe-tiny", "deepseek-v3-tiny", "llama4-tiny")
 
 
@@ -89,7 +87,7 @@ def run_prompts(engine: Engine) -> list[list[int]]:
     return answers
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_tokens_are_those_of_the_cpu_runner(name: str, directories: Callable[[str], Path]):
     expected = answer(build_runner(RankPlan(str(directories(name)), "dp1", SIZES), Mesh.single()), 64)
     runner = make_runner(directories(name), batch_invariant=name == "llama-tiny")
@@ -311,7 +309,7 @@ def check_memory(memory: dict[str, int], rank: RankLedger) -> None:
     assert (memory["weights"], memory["workspace"]) == (rank.weights, rank.workspace)
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", covering(FAMILIES, list_features))
 def test_predicted_memory_matches_allocation(name: str, directories: Callable[[str], Path]):
     memory, config = make_runner(directories(name)).memory(), small_config(name)
     check_memory(memory, serving_ledger(config, Layout(), SIZES, "cuda").stages[0])

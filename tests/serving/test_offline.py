@@ -15,7 +15,8 @@ from tests.conftest import covering
 from tests.serving import offline_cases as cases
 from tests.serving.small_models import NEEDS_COMPILER, list_layout_features, small_config, write_model
 
-# Windows and grouped heads; learned positions, biases and a tied head; experts with a shared one; experts without.
+# Windows and grouped heads (mistral); learned positions, biases and a tied head (gpt2); experts with a shared one
+# (qwen2-moe) and without (gpt-oss).
 CASES = [
     ("mistral-tiny", "tp4"),
     ("deepseek-v3-tiny", "tp2 pp2"),

@@ -117,7 +117,6 @@ def test_bf16_keeps_replicated_parameters_equal_on_all_ranks(four, home):
     )
 
 
-@pytest.mark.exhaustive  # tests/model/test_tensor_parallel.py compares compiled blocks with eager ones of one device
 @cases.traced_and_generated
 def test_compiled_model_steps_match_eager_steps(two, home, fault):
     model = {"family": "llama", "layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 64}

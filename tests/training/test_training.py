@@ -180,7 +180,7 @@ DISTURBED = {
 }
 
 
-# Runs without their sharding or options resume in test_run_resumes_with_other_ranks_and_zero_stage.
+# The last two have AdamW, bfloat16 and saves in the background, too; the next test reads what ZeRO-1 saved.
 @pytest.mark.parametrize("layout", [*[*DISTURBED][2:], *exhaustive(*[*DISTURBED][:2])])
 def test_crashed_run_resumes_bit_for_bit(two, home, layout):
     changes = {"train_steps": 5, "checkpoint_every": 2, "train_validate_every": 3, **DISTURBED[layout]}

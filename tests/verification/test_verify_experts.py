@@ -20,11 +20,11 @@ MODELS = ("mixtral-8x7b-v0.1", "qwen2-moe-tiny", "qwen3-30b-a3b", "dots-llm1")
 
 SOME = [
     ("qwen2-moe-tiny", "dp2 tp2 zero2 ep4 ac:selective"),
-    ("dots-llm1", "dp3 ep3"), ("deepseek-v3", "tp2 pp2 mb2"), ("gpt-oss-20b", "tp2 cp2 ep2:etp2 zero1 ac:selective"),
+    ("dots-llm1", "dp3 ep3"), ("deepseek-v3", "tp2 pp2 mb2"), ("mixtral-8x7b-v0.1", "cp2 pp2 ep2 mb2"),
+    ("gpt-oss-20b", "tp2 cp2 ep2:etp2 zero1 ac:selective"),
 ]  # fmt: skip
 MORE = [
-    ("mixtral-8x7b-v0.1", "dp4 zero3 ep2:etp2 mb2"), ("mixtral-8x7b-v0.1", "cp2 pp2 ep2 mb2"),
-    ("qwen2-moe-tiny", "tp4 ac:selective"),
+    ("mixtral-8x7b-v0.1", "dp4 zero3 ep2:etp2 mb2"), ("qwen2-moe-tiny", "tp4 ac:selective"),
     ("mixtral-8x7b-v0.1", "dp4 zero2 hs2 ac:full"), ("qwen2-moe-tiny", "dp2 zero3 ac:selective"),
     ("dots-llm1", "dp2 zero1 mb4"), ("qwen3-30b-a3b", "dp2 tp2:nosp zero3 mb2"),
     ("dots-llm1", "dp2 tp2:nosp zero1 ep2:etp2"),

@@ -30,9 +30,8 @@ CASES = [
     CudaStep("gpt2-xl", "bf16", 8, 1024, TWO, saved=True, hopper=True),
     # Tokens are 0.6% of what stays between steps.
     CudaStep("llama-1b", "dp4 zero1 mb2 tp2 bf16", 32, 512, SMALL, graphs=True, documents=4),
-    CudaStep(
-        "llama-1b", "dp4 zero3 ac:full bf16", 8, 512, FOUR | {"tied": False}, rank=3
-    ),  # when the head is unsharded
+    # Peak when the head is unsharded.
+    CudaStep("llama-1b", "dp4 zero3 ac:full bf16", 8, 512, FOUR | {"tied": False}, rank=3),
     CudaStep("llama-1b", "pp2:zb-h1 mb2 bf16", 4, 4096, FOUR),
     CudaStep("mixtral-8x7b-v0.1", "dp4 ep4 bf16", 8, 4096, TWO, saved=True),
     CudaStep("llama-1b", "cp2 bf16", 8, 4096, TWO, documents=4, saved=True),

@@ -19,6 +19,7 @@ from meshwright.planner.memory.states import flats_of, list_states
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import PRESETS, preset
+from tests.conftest import covering
 
 GIGA = 1e9
 
@@ -38,11 +39,10 @@ def test_mixed_precision_takes_16_or_18_bytes_per_parameter() -> None:
     assert round(PRESETS["llama-3-8b"].parameters * alone.total / 2**30, 1) == 119.7
 
 
-OF_FAMILIES = {preset(name).family: name for name in reversed([*PRESETS]) if PRESETS[name].parameters is not None}
-"""A published model of each family."""
+SIZED = [name for name, found in PRESETS.items() if found.parameters is not None]
 
 
-@pytest.mark.parametrize("name", OF_FAMILIES.values())
+@pytest.mark.parametrize("name", covering(SIZED, lambda name: {preset(name).family}))
 def test_one_device_holds_every_parameter(name: str) -> None:
     table = parameter_table(preset(name))
     flats = flats_of(table, Layout(), table.units)
