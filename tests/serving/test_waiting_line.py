@@ -59,13 +59,6 @@ def test_fewer_returning_clients_than_expected_leave_room_before_later_places(li
     assert (ask(line, b"new") or 0.0) < 10 * 1.2
 
 
-def test_clients_known_to_stay_away_hold_room_until_they_are_late(line: WaitingLine):
-    """A client is late 0.1 s after it is due, at 1.2 times its predicted wait: sooner than room behind it is made."""
-    line.returning = 0.0
-    waits = [ask(line, key) for key in (b"a", b"b", b"c")]
-    assert waits == pytest.approx([1.2, 1.2 * (1.2 + 0.1), 1.2 * (1.2 * (1.2 + 0.1) + 0.1)])
-
-
 def test_all_choices_of_refused_request_are_reserved(line: WaitingLine, clock: Clock):
     """One request leaves the full queue each second, and a client without a place asks for that room."""
     queued, due = 9, 0.0

@@ -217,9 +217,10 @@ class WaitingLine:
         if queue.waiting <= 0:
             return "", 0.0
         over = math.ceil(queue.waiting + ahead) - self._limits.requests
+        reason = "requests" if over > 0 else ""
         excess = queue.tokens + ahead * self._tokens / max(1, self._requests) - max(tokens, self._limits.tokens)
-        reason = "requests" if over > 0 else "tokens" if excess > 0 else ""
         if excess > 0:
+            reason = reason or "tokens"
             over = max(over, 1 + bisect_left(list(itertools.accumulate(queue.prompts)), excess))
         if reason:
             return reason, queue.predict(over)
@@ -234,25 +235,15 @@ class WaitingLine:
         Those come before it who need room before there is room behind them: a later place is kept, but holds no room
         that will be free again by then. Of n engine requests of clients that are expected to retry, those that will be
         sent are n times the average share of clients that do retry, but at least the smaller of n and 1 / `GUARD` of
-        the limit on waiting requests, because the average adapts slowly. Clients that do not retry are late before long
-        and then hold no room: the predicted time is the earliest at which there is room behind those not late yet."""
-        places, began, found = self._expected, self._clock() - queue.elapsed, ("", 0.0)
+        the limit on waiting requests, because the average adapts slowly."""
+        places, began, found = self._expected, self._clock() - queue.elapsed + EARLY_SECONDS, ("", 0.0)
         before, count = bisect_left(places, room, key=lambda each: each.room), -1
-
-        def find(late: int) -> tuple[str, float, float]:
-            """Return the limit, the seconds until there is room without the first `late` of those before, and the
-            seconds until these are late."""
-            came, sent = (each * self._requests / max(1, len(places)) for each in (late, count - late))
-            ahead = self.returning * came + max(self.returning * sent, min(sent, self._limits.requests // GUARD))
-            limit = self._find_limit(queue, requests, tokens, ahead)
-            return *limit, places[late - 1].due + LATE_SECONDS - began if late else 0.0
-
         while before != count:
             count = before
-            if (found := find(0)[:2])[0]:
-                late = bisect_left(range(count), True, key=lambda late: find(late)[1] <= find(late)[2])
-                found = found[0], min(max(find(each)[1:]) for each in (max(0, late - 1), late))
-            before = bisect_right(places, began + found[1] + EARLY_SECONDS, hi=count, key=lambda each: each.room)
+            sent = count * self._requests / max(1, len(places))
+            ahead = max(self.returning * sent, min(sent, self._limits.requests // GUARD))
+            found = self._find_limit(queue, requests, tokens, ahead)
+            before = bisect_right(places, began + found[1], hi=count, key=lambda each: each.room)
         return found
 
     def _set_expected(self, place: _Place, expected: bool) -> None:
@@ -274,8 +265,9 @@ class WaitingLine:
         the queue is kept for it any longer. An expired place is removed."""
         while self._ends and self._ends[0][0] <= now:
             when, _, place = heapq.heappop(self._ends)
-            self.returning += place.returned * LEARNING * (1 - self.returning)
-            place.returned = False
+            if place.returned:
+                self.returning += LEARNING * (1 - self.returning)
+                place.returned = False
             if place.expected and place.due + LATE_SECONDS <= now:
                 self.returning -= 0.0 if place.retried else LEARNING * self.returning
                 self._set_expected(place, False)
