@@ -15,7 +15,9 @@ import random
 import statistics
 import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -274,9 +276,10 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=SAMPLES, help="probing clients of a case that are enough")
     options = parser.parse_args()
     rows = []
-    for case in CASES:
-        rows.append({**asdict(case), **simulate(case, options.samples).summarise()})
-        print(*rows[-1].values(), flush=True)
+    with ProcessPoolExecutor() as pool:
+        for case, found in zip(CASES, pool.map(partial(simulate, samples=options.samples), CASES), strict=True):
+            rows.append({**asdict(case), **found.summarise()})
+            print(*rows[-1].values(), flush=True)
     write_result("retry_simulation", {"samples": options.samples, "cases": rows}, quiet=True)
 
 
