@@ -12,7 +12,7 @@ from tests.conftest import LONGEST_FILES, REPOSITORY
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "meshwright"
 MOST_LINES = 400  # lines of a file in total
 TRAINING_CORE = 6_274  # lines: 5,500 to dots1; families 360, DeepSeek 175, rings 30, adapters 45, GPUs 155, others 9
-SERVING = 4_995  # lines of code; 3,000 for engine and server, 2,000 more for the breadth
+SERVING = 4_992  # lines of code; 3,000 for engine and server, 2,000 more for the breadth
 PLANNER = 6_234  # lines without tables; the goal is 5,000 for what it did before adapters, distillation and servers
 # The training core is comm/ without its executor of collective programs, model/, parallel/ and these of training/.
 EXECUTOR = ("programs", "named_programs", "lowering", "measure_program")
