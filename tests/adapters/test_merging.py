@@ -142,7 +142,16 @@ def test_adapter_config_that_cannot_be_used_is_refused(key: str, value: object, 
         merge_adapter(tmp_path / "adapter", tmp_path / "base", tmp_path / "out")
 
 
-def test_missing_base_of_an_adapter_is_named(tmp_path: Path):
-    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "runs/moved"}')
-    with pytest.raises(UserError, match=r"adapter_config.json: the base model runs/moved is not a directory here"):
+@pytest.mark.parametrize(
+    ("config", "base"),
+    [
+        ('{"base_model_name_or_path": "runs/moved"}', "runs/moved"),
+        (json.dumps({"base_model_name_or_path": "x" * 300}), "x" * 300),  # longer than a file name may be
+        ('{"base_model_name_or_path": 7}', r"\(none that can be read\)"),
+        ("{", r"\(none that can be read\)"),
+    ],
+)
+def test_missing_base_of_an_adapter_is_named(tmp_path: Path, config: str, base: str):
+    (tmp_path / "adapter_config.json").write_text(config)
+    with pytest.raises(UserError, match=rf"adapter_config.json: the base model {base} is not a directory here"):
         config_from_path(tmp_path)

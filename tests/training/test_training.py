@@ -22,6 +22,7 @@ from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.data import prepare
 from meshwright.errors import CheckFailed, UserError
+from meshwright.layout import Layout
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.probe import communication
 from meshwright.recipe import load_recipe_text
@@ -150,7 +151,7 @@ def alone(home):
 
 @pytest.mark.parametrize("layout", covering(LAYOUTS, list_axes))
 def test_every_layout_matches_steps_of_one_device(layout, alone, home, request):
-    ranks = int(layout[2])
+    ranks = Layout.parse(layout).world_size
     place = home / layout.replace(" ", "-").replace(":", "-")
     servers = {1: lambda: None, 2: lambda: request.getfixturevalue("two"), 4: lambda: request.getfixturevalue("four")}
     outcomes = cases.run(servers[ranks](), place, f"{layout} fp32", train_steps=4, train_validate_every=2)

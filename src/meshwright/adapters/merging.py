@@ -101,10 +101,9 @@ def _find_target_layers(config: ModelConfig, settings: AdapterConfig) -> dict[st
 def find_base(directory: Path) -> Path:
     """Return the directory of the base model that the adapter in the PEFT directory `directory` names
     (base_model_name_or_path). Raises `UserError` if there is no such directory."""
-    _, settings = open_adapter(directory)
-    base = Path(settings.base)
-    if not settings.base or not base.is_dir():
-        raise make_missing_base_error(directory, settings.base)
+    open_adapter(directory)
+    if (base := find_base_directory(directory)) is None:
+        raise make_missing_base_error(directory)
     return base
 
 

@@ -74,12 +74,11 @@ def find_base_directory(directory: Path) -> Path | None:
     return Path(base) if base and os.path.isdir(base) else None  # False for a name that is too long, too
 
 
-def make_missing_base_error(directory: Path, base: str | None = None) -> UserError:
-    """Return the error for a PEFT directory whose base model is missing. directory: PEFT directory. base: name of the
-    base model; None: read from its `adapter_config.json`."""
-    base = _read_base_name(directory) if base is None else base
+def make_missing_base_error(directory: Path) -> UserError:
+    """Return the error for the PEFT directory `directory`, whose base model is missing."""
+    base = _read_base_name(directory) or "(none that can be read)"
     return UserError(
-        f"{directory / ADAPTER_CONFIG}: the base model {base or '(none that can be read)'} is not a directory here; "
+        f"{directory / ADAPTER_CONFIG}: the base model {base} is not a directory here; "
         "name it in base_model_name_or_path (a relative path starts at the current directory), or by --base of "
         "meshwright adapter"
     )

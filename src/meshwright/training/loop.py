@@ -293,7 +293,7 @@ class Run:
                 task.load_weights(Path(base), resumes=state is not None)
             loaded = self.checkpointer.load_newest(self.trainer.slices(owned=False))
             if loaded is None:
-                if base is not None and (config.adapter is None or state is not None):
+                if base is not None and config.adapter is None:
                     task.load_weights(Path(base))
                 elif base is None:
                     task.parallel.initialise(self.recipe.run.seed)
